@@ -1,0 +1,63 @@
+"""Caches on the device: one pytree per layer, plain arguments and results of the step."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec
+from pallas_kernels import paged_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedCache:
+    """K/V pages of one attention layer, full or window. The layout belongs to the kernels."""
+
+    pages: jax.Array  # paged_attention.pages_shape(...)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StateCache:
+    """State rows of one linear-attention layer."""
+
+    conv: jax.Array  # [slots, W - 1, channels] last inputs of the causal convolution
+    recurrent: jax.Array  # f32[slots, Hv, dk, dv]
+
+
+LayerCache = PagedCache | StateCache
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """How many pages or slots each cache group gets, null page and null slot included."""
+
+    page_size: int
+    counts: tuple[int, ...]  # per cache group: pages P, or slots
+
+
+def cache_shapes(spec: CacheSpec, count: int, page_size: int) -> LayerCache:
+    """The arrays of one layer as a `LayerCache` of `jax.ShapeDtypeStruct`."""
+    if isinstance(spec, StateSpec):
+        arrays = {
+            a.name: jax.ShapeDtypeStruct((count, *a.shape), jnp.dtype(a.dtype)) for a in spec.arrays
+        }
+        return StateCache(**arrays)
+    shape = paged_attention.pages_shape(count, page_size, spec.num_kv_heads, spec.head_dim)
+    return PagedCache(jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype)))
+
+
+def cache_axes(spec: CacheSpec) -> LayerCache:
+    """Logical axis names of the arrays of one layer, in the shape of `cache_shapes`."""
+    if isinstance(spec, StateSpec):
+        # The convolution's channels are q|k|v of all heads: cutting them by head would interleave
+        # three different cuts, so the small array is replicated.
+        return StateCache(conv=(None, None, None), recurrent=(None, "value_heads", None, None))
+    return PagedCache((None, None, "kv_heads", None))
+
+
+def layer_specs(groups: tuple[CacheGroup, ...]) -> list[tuple[int, CacheSpec]]:
+    """Per layer, in layer order: its cache group's index and spec."""
+    by_layer = {i: (g, group.spec) for g, group in enumerate(groups) for i in group.layers}
+    return [by_layer[i] for i in sorted(by_layer)]

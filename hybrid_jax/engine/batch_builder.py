@@ -1,0 +1,162 @@
+"""From a schedule to a step batch: bucket, padded arrays, tables, and the check of every id."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid_jax.engine.cache_manager import CacheManager
+from hybrid_jax.engine.scheduler import Schedule
+from hybrid_jax.engine.types import Sequence
+from hybrid_jax.errors import IntegrityError
+from hybrid_jax.runtime.batch import StateSlots, StepBatch, StepKind
+
+if TYPE_CHECKING:
+    from hybrid_jax.config import EngineConfig
+
+IntArray = npt.NDArray[np.int32]
+
+
+def step_shapes(config: "EngineConfig") -> list[tuple[StepKind, int, int]]:
+    """Every (kind, T, S) that `BatchBuilder` can produce. `config` is resolved."""
+    shapes = [(StepKind.DECODE, rows, rows) for rows in config.row_buckets]
+    for tokens in config.token_buckets:
+        shapes += [(StepKind.MIXED, tokens, rows) for rows in config.row_buckets if rows <= tokens]
+    return shapes
+
+
+def bucket(buckets: tuple[int, ...], need: int) -> int:
+    """The first of the ascending `buckets` that holds `need`."""
+    for size in buckets:
+        if size >= need:
+            return size
+    raise IntegrityError(f"{need} does not fit the largest bucket of {buckets}")
+
+
+class BatchBuilder:
+    """Fills the arrays of a `StepBatch` from the counters and tables of scheduled sequences.
+
+    Every array is made anew: JAX may alias numpy memory on CPU for as long as a step is in flight,
+    and no host event says when that ends.
+    """
+
+    def __init__(self, cache: CacheManager, config: "EngineConfig", vocab_size: int) -> None:
+        self._cache = cache
+        self._config = config
+        self._vocab_size = vocab_size
+        self._num_groups = len(cache.page_groups) + len(cache.state_groups)
+
+    def build(self, plan: Schedule) -> StepBatch:
+        """The padded batch of `plan`, which must not be empty. Arrays are numpy arrays.
+
+        Raises:
+            IntegrityError: an id is null, out of range or written by two rows.
+        """
+        sequences = plan.sequences
+        num_rows, num_decode = len(sequences), len(plan.decode)
+        size = bucket(self._config.row_buckets, num_rows)
+        if plan.prefill:
+            kind = StepKind.MIXED
+            width = bucket(self._config.token_buckets, max(plan.num_tokens, size))
+        else:
+            kind, width = StepKind.DECODE, size
+
+        lens = [s.num_scheduled_tokens for s in sequences]
+        starts = np.full(size + 1, plan.num_tokens, np.int32)
+        starts[0] = 0
+        np.cumsum(lens, out=starts[1 : num_rows + 1])
+        seq_lens = np.zeros(size, np.int32)
+        seq_lens[:num_rows] = [s.num_computed_tokens + s.num_scheduled_tokens for s in sequences]
+        row_ids = np.zeros(size, np.int32)
+        row_ids[:num_rows] = [s.row for s in sequences]
+        token_ids, positions = self._tokens(sequences, num_decode, width)
+        tables = self._tables(row_ids)
+        self._check(sequences, seq_lens, token_ids, row_ids, tables)
+        arrays: dict[str, Any] = {
+            "token_ids": token_ids,
+            "positions": positions,
+            "query_start_loc": starts,
+            "seq_lens": seq_lens,
+            "row_ids": row_ids,
+            "counts": np.array((num_decode, num_rows), np.int32),
+            "tables": tables,
+        }
+        return StepBatch(**arrays, kind=kind)
+
+    @staticmethod
+    def _tokens(
+        sequences: list[Sequence], num_decode: int, width: int
+    ) -> tuple[IntArray, IntArray]:
+        """Token ids and positions, i32[T] each."""
+        token_ids = np.zeros(width, np.int32)
+        positions = np.zeros(width, np.int32)
+        decode = sequences[:num_decode]
+        token_ids[:num_decode] = [-1 if s.num_inflight else s.token_ids[-1] for s in decode]
+        positions[:num_decode] = [s.num_computed_tokens for s in decode]
+        at = num_decode
+        for sequence in sequences[num_decode:]:
+            start, n = sequence.num_computed_tokens, sequence.num_scheduled_tokens
+            token_ids[at : at + n] = sequence.token_ids[start : start + n]
+            positions[at : at + n] = np.arange(start, start + n, dtype=np.int32)
+            at += n
+        return token_ids, positions
+
+    def _tables(self, row_ids: IntArray) -> tuple[Any, ...]:
+        """One table per cache group; padding rows gather the null row of every table."""
+        owners = self._cache.row_owners[row_ids]
+        tables: list[Any] = []
+        for i in range(self._num_groups):
+            if i in self._cache.page_groups:
+                tables.append(self._cache.page_groups[i].table[row_ids])
+            else:
+                group = self._cache.state_groups[i]
+                slots: tuple[Any, ...] = (group.read[row_ids], group.write[row_ids], owners)
+                tables.append(StateSlots(*slots, write_owner=owners))
+        return tuple(tables)
+
+    def _check(
+        self,
+        sequences: list[Sequence],
+        seq_lens: IntArray,
+        token_ids: IntArray,
+        row_ids: IntArray,
+        tables: tuple[Any, ...],
+    ) -> None:
+        """Refuses ids that XLA would clip or that two rows would write. Costs microseconds."""
+        num_rows = len(sequences)
+        if token_ids.min() < -1 or token_ids.max() >= self._vocab_size:
+            raise IntegrityError(f"a token id is outside [0, {self._vocab_size})")
+        if int(seq_lens.max()) > self._config.max_model_len:
+            raise IntegrityError(f"a row is longer than {self._config.max_model_len} tokens")
+        self._check_distinct(row_ids[:num_rows].tolist(), self._cache.rows.size, "row")
+        page_size = self._cache.page_size
+        for i, table in enumerate(tables):
+            if isinstance(table, StateSlots):
+                size = self._cache.state_groups[i].pool.size
+                self._check_distinct(np.asarray(table.write)[:num_rows].tolist(), size, "slot")
+                read = np.asarray(table.read)[:num_rows]
+                if read.min() < 1 or read.max() >= size:
+                    raise IntegrityError(f"a read slot of group {i} is outside [1, {size})")
+                continue
+            group = self._cache.page_groups[i]
+            written: list[int] = []
+            for row, sequence in enumerate(sequences):
+                end = sequence.num_computed_tokens + sequence.num_scheduled_tokens
+                start = sequence.num_computed_tokens
+                run = table[row]
+                for logical in range(start // page_size, (end - 1) // page_size + 1):
+                    written.append(int(run[logical % group.width]))
+                first = group.first_live_page(start)
+                last = (end - 1) // page_size
+                if np.count_nonzero(run) < last - first + 1:
+                    raise IntegrityError(f"sequence {sequence.uid} lacks a page in group {i}")
+            self._check_distinct(written, group.pool.size, "written page")
+            if any(group.pool.users(page) > 1 for page in written):
+                raise IntegrityError(f"a page of group {i} is written but has several users")
+
+    @staticmethod
+    def _check_distinct(ids: list[int], size: int, what: str) -> None:
+        if len(set(ids)) != len(ids):
+            raise IntegrityError(f"a {what} is used by two batch rows")
+        if min(ids) < 1 or max(ids) >= size:
+            raise IntegrityError(f"a {what} is outside [1, {size})")

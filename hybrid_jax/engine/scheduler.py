@@ -1,0 +1,167 @@
+"""Which sequences run in the next step, and how many tokens of each. No device work.
+
+First come, first served: every running sequence is older than every waiting one. Both lists are
+kept in order of arrival, so "the youngest running sequence" is the last one.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from hybrid_jax.engine.cache_manager import CacheManager
+from hybrid_jax.engine.types import ReleaseReason, Sequence, SequenceState
+
+ChunkLimit = Callable[[Sequence, int], int]
+
+
+def no_chunk_limit(sequence: Sequence, remaining: int) -> int:
+    """Lets a prefill chunk be as long as the token budget allows."""
+    del sequence
+    return remaining
+
+
+@dataclass
+class Schedule:
+    """The rows of one step. Each sequence's `num_scheduled_tokens` says how many tokens it has."""
+
+    decode: dict[int, Sequence] = field(default_factory=dict)  # by arrival
+    prefill: dict[int, Sequence] = field(default_factory=dict)  # by arrival
+    admitted: list[Sequence] = field(default_factory=list)  # the part of `prefill` that is new
+    preempted: list[Sequence] = field(default_factory=list)
+    stalled: bool = False  # the youngest sequence found no room and waits in place
+    num_tokens: int = 0
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All rows in batch order: decode rows, then prefill chunks."""
+        return [*self.decode.values(), *self.prefill.values()]
+
+    def add(self, rows: dict[int, Sequence], sequence: Sequence, num_tokens: int) -> None:
+        """Puts a sequence with `num_tokens` tokens into one of the two kinds of rows."""
+        rows[sequence.arrival] = sequence
+        sequence.num_scheduled_tokens = num_tokens
+        self.num_tokens += num_tokens
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes a sequence out again, if it is in."""
+        if self.decode.pop(sequence.arrival, None) or self.prefill.pop(sequence.arrival, None):
+            self.num_tokens -= sequence.num_scheduled_tokens
+
+
+class Scheduler:
+    """The waiting queue, the running sequences, and the policy between them.
+
+    Never livelocks: a sequence only ever preempts younger ones and otherwise waits in place, so
+    the oldest one always progresses; and nothing is admitted in a step in which pages ran out.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        *,
+        max_num_batched_tokens: int,
+        chunk_limit: ChunkLimit = no_chunk_limit,
+    ) -> None:
+        """`chunk_limit(sequence, remaining)` bounds the next prefill chunk of a sequence."""
+        self._cache = cache
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self.chunk_limit = chunk_limit
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by arrival
+        self.running: dict[int, Sequence] = {}  # by arrival
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a new sequence; it must be younger than all others."""
+        self.waiting[sequence.arrival] = sequence
+
+    def remove(self, sequence: Sequence, reason: ReleaseReason) -> None:
+        """Ends a sequence, wherever it is, and gives back what it holds. Idempotent."""
+        self.waiting.pop(sequence.arrival, None)
+        self.running.pop(sequence.arrival, None)
+        self._cache.release(sequence, reason)
+        sequence.state = SequenceState.FINISHED
+
+    def reset(self, sequences: Iterable[Sequence]) -> None:
+        """Queues all `sequences` from scratch, after the caches were lost.
+
+        Tokens in flight are forgotten: sampling depends on seed and position only, so they come
+        again. The cache manager must have been reset.
+        """
+        self.running.clear()
+        self.waiting.clear()
+        for sequence in sorted(sequences, key=lambda s: s.arrival):
+            self._cache.detach(sequence)
+            sequence.num_inflight = 0
+            sequence.state = SequenceState.WAITING
+            self.add(sequence)
+
+    def schedule(self) -> Schedule:
+        """The next step: decode rows, then prefills under way, then new ones, within the budget."""
+        plan = Schedule()
+        self._schedule_decode(plan)
+        self._schedule_prefill(plan)
+        if not plan.preempted and not plan.stalled:
+            self._admit(plan)
+        return plan
+
+    def _schedule_decode(self, plan: Schedule) -> None:
+        for sequence in list(self.running.values()):
+            if sequence.state is not SequenceState.RUNNING or not sequence.is_decoding:
+                continue  # preempted by an older one a moment ago, or prefilling
+            if not sequence.is_exhausted and self._make_room(plan, sequence, 1):
+                plan.add(plan.decode, sequence, 1)
+
+    def _schedule_prefill(self, plan: Schedule) -> None:
+        for sequence in list(self.running.values()):
+            if sequence.state is not SequenceState.RUNNING or sequence.is_decoding:
+                continue
+            chunk = self._chunk(plan, sequence)
+            if chunk and self._make_room(plan, sequence, chunk):
+                plan.add(plan.prefill, sequence, chunk)
+
+    def _admit(self, plan: Schedule) -> None:
+        while self.waiting:
+            sequence = next(iter(self.waiting.values()))
+            if sequence.num_inflight or not self._cache.can_admit(sequence, self.running.values()):
+                return  # what it continues from is not known yet, or there is no room
+            sequence.num_prefill_tokens = len(sequence.token_ids)
+            chunk = self._chunk(plan, sequence)
+            if not chunk or not self._cache.allocate(sequence, chunk):
+                sequence.num_prefill_tokens = 0
+                return
+            del self.waiting[sequence.arrival]
+            self.running[sequence.arrival] = sequence
+            sequence.state = SequenceState.RUNNING
+            plan.admitted.append(sequence)
+            plan.add(plan.prefill, sequence, chunk)
+
+    def _chunk(self, plan: Schedule, sequence: Sequence) -> int:
+        """Tokens of the sequence's next prefill chunk; 0 when the budget is spent."""
+        remaining = sequence.num_remaining_prefill
+        limit = max(1, self.chunk_limit(sequence, remaining))
+        return min(remaining, limit, self._max_num_batched_tokens - plan.num_tokens)
+
+    def _make_room(self, plan: Schedule, sequence: Sequence, num_tokens: int) -> bool:
+        """Allocates, preempting younger sequences, the youngest first, while pages run out."""
+        while not self._cache.allocate(sequence, num_tokens):
+            victim = next(reversed(self.running.values()))
+            if victim is sequence:
+                plan.stalled = True
+                return False
+            self._preempt(plan, victim)
+        return True
+
+    def _preempt(self, plan: Schedule, victim: Sequence) -> None:
+        """Back to the head of the queue; the sequence is recomputed when there is room again.
+
+        A token in flight still counts: it is appended when it arrives, and `_admit` waits for it.
+        """
+        plan.drop(victim)
+        self._cache.release(victim, ReleaseReason.PREEMPT)
+        del self.running[victim.arrival]
+        victim.state = SequenceState.WAITING
+        victim.num_preemptions += 1
+        self.waiting[victim.arrival] = victim
+        self.waiting.move_to_end(victim.arrival, last=False)
+        self.num_preemptions += 1
+        plan.preempted.append(victim)

@@ -1,0 +1,248 @@
+"""What the parts of the engine hand to each other: requests, sequences, events, the runner."""
+
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from hybrid_jax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from hybrid_jax.cache.arrays import CacheSizes
+    from hybrid_jax.config import EngineConfig, ModelConfig
+    from hybrid_jax.runtime.batch import StepBatch, StepOutput
+    from hybrid_jax.runtime.sampling import SamplingTable
+    from hybrid_jax.specs import CacheGroup
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_UID = 2**31 - 1
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life. Only RUNNING sequences hold pages, slots and a row."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class ReleaseReason(Enum):
+    """Why a sequence gives back what it holds."""
+
+    FINISH = "finish"
+    ABORT = "abort"
+    PREEMPT = "preempt"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client sent. Immutable."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    prompt: str | None = None
+
+
+@dataclass(slots=True)
+class PageRun:
+    """Consecutive logical pages of one sequence in one page group.
+
+    Logical page `first + i` is page `ids[i]`. Full-attention groups have `first` 0 for ever;
+    window groups drop pages on the left as the window moves.
+    """
+
+    first: int = 0
+    ids: deque[int] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class SlotPair:
+    """The slot that the next step reads and the slot that it writes, in one state group."""
+
+    read: int
+    write: int
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The engine's mutable state of one completion of a request.
+
+    The counters are the only truth; what follows from them is a property. Tokens are counted from
+    the first token of the prompt:
+
+        |<------------- num_computed_tokens ------------>|
+        |<--- prompt --->|<------- known outputs ------->|<-- num_inflight -->|
+        |<------------------ token_ids ----------------->|   sampled by a launched step, unread
+        |<------------------------------ num_tokens ------------------------->|
+
+    `num_prefill_tokens` is what was known at admission: up to there tokens are prefilled, also
+    after a preemption, and from there on the sequence decodes.
+    """
+
+    request: Request
+    index: int  # completion number, 0 <= index < request.params.n
+    arrival: int  # total order of all sequences; smaller is older
+    uid: int  # owner mark of state slots: 0 < uid <= MAX_UID
+    seed: int
+    max_tokens: int  # params.max_tokens, clamped to max_model_len
+    token_ids: list[int]
+    state: SequenceState = SequenceState.WAITING
+
+    num_computed_tokens: int = 0  # in the caches, once all launched steps are done
+    num_scheduled_tokens: int = 0  # of the step being built
+    num_inflight: int = 0  # 0 or 1 whenever the scheduler looks; 2 while two steps are launched
+    num_prefill_tokens: int = 0
+    num_preemptions: int = 0
+
+    row: int = 0  # persistent row; 0: holds nothing
+    num_pages: int = 0  # logical pages reached so far, the same in every page group
+    pages: tuple[PageRun | None, ...] = ()  # per cache group; None for state groups
+    slots: tuple[SlotPair | None, ...] = ()  # per cache group; None for page groups
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Known output tokens, in-flight ones not included."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, in-flight ones included."""
+        return len(self.token_ids) + self.num_inflight
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next token to compute is the newest sampled one. A phase, not a length."""
+        return self.num_computed_tokens >= self.num_prefill_tokens
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the last token that may be generated is sampled or on its way."""
+        prompt = len(self.request.prompt_token_ids)
+        return len(self.token_ids) + self.num_inflight >= prompt + self.max_tokens
+
+    @property
+    def num_remaining_prefill(self) -> int:
+        """Tokens still to be prefilled before the sequence decodes."""
+        return max(0, self.num_prefill_tokens - self.num_computed_tokens)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of one output token, and of the most likely ones in its place."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]  # token id -> log probability, most likely first
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request consumed, all its completions together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0  # prompt tokens that were not computed because a cache had them
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """News of one completion of a request.
+
+    Each completion has exactly one event with a `finish_reason`, its last. The last of these of a
+    request, its final event, carries the `usage`.
+    """
+
+    request_id: str
+    index: int
+    new_token_ids: tuple[int, ...]
+    text: str  # what became certain since the last event; "" without a tokenizer
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per new token, if asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string that was found
+    usage: Usage | None = None
+    error: Exception | None = None  # set when finish_reason is "error"
+
+    @property
+    def final(self) -> bool:
+        """Whether this is the request's last event."""
+        return self.usage is not None
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """Use of one pool: pages, slots or rows. The null id is not counted."""
+
+    name: str
+    total: int
+    used: int
+    peak: int
+
+    @property
+    def free(self) -> int:
+        """Ids that can be allocated now."""
+        return self.total - self.used
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of the engine's counters."""
+
+    running: int
+    waiting: int
+    steps: int
+    preemptions: int
+    compiles: int
+    caches: tuple[GroupStats, ...]
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool) -> str:
+        """The text of `token_ids`; incomplete characters become U+FFFD."""
+        ...
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a runner: the compiled step and what it was compiled for."""
+
+    @property
+    def config(self) -> "EngineConfig":
+        """The resolved configuration."""
+        ...
+
+    @property
+    def model_config(self) -> "ModelConfig":
+        """The model that runs."""
+        ...
+
+    @property
+    def groups(self) -> "tuple[CacheGroup, ...]":
+        """Cache groups, in the order of `StepBatch.tables`."""
+        ...
+
+    @property
+    def sizes(self) -> "CacheSizes":
+        """Pages or slots per cache group."""
+        ...
+
+    @property
+    def num_compiles(self) -> int:
+        """Steps compiled so far."""
+        ...
+
+    def step(self, batch: "StepBatch", sampling: "SamplingTable") -> "StepOutput":
+        """Launches one step and returns without waiting for its results."""
+        ...
+
+    def reset(self) -> None:
+        """Makes fresh caches after a step that failed, whatever happened to the old ones."""
+        ...

@@ -1,0 +1,37 @@
+"""What can go wrong, by whose fault it is: the caller's, the model's, the load's or ours."""
+
+
+class HybridJaxError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class InvalidRequest(HybridJaxError, ValueError):
+    """The request can never be served as it is. Nothing was allocated for it."""
+
+
+class QueueFull(HybridJaxError):
+    """Too many requests wait already; the same request may succeed later."""
+
+
+class ModelError(HybridJaxError, ValueError):
+    """A model directory or its weights cannot be used."""
+
+
+class StateOwnerMismatch(HybridJaxError):
+    """A sequence's state slot held another sequence's state. The sequence was ended."""
+
+
+class NonFiniteLogits(HybridJaxError):
+    """A sequence's logits held NaN or Inf. The sequence was ended."""
+
+
+class StepFailed(HybridJaxError):
+    """The step that a sequence took part in raised. The sequence was ended."""
+
+
+class EngineDead(HybridJaxError):
+    """The engine was closed or could not recover from an error; it accepts nothing any more."""
+
+
+class IntegrityError(HybridJaxError, AssertionError):
+    """An id of a page, slot or row is not in exactly one place: a bug of this library."""

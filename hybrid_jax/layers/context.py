@@ -1,0 +1,25 @@
+"""What every mixer of a step shares."""
+
+from dataclasses import dataclass
+
+import jax
+
+from hybrid_jax.layers.rope import cos_sin
+from hybrid_jax.specs import LayerSpec, RopeSpec
+from pallas_kernels.ragged import RaggedBatch
+
+RopeTables = dict[RopeSpec, tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Row boundaries, and cos/sin float32[T, dim / 2] of every rope that some layer uses."""
+
+    ragged: RaggedBatch
+    rope: RopeTables
+
+
+def rope_tables(layers: tuple[LayerSpec, ...], positions: jax.Array) -> RopeTables:
+    """One table per distinct rope; positions i32[T]."""
+    specs = {getattr(layer.mixer, "rope", None) for layer in layers} - {None}
+    return {spec: cos_sin(positions, spec) for spec in specs}

@@ -1,0 +1,141 @@
+"""From a path to a model in memory: Hugging Face directories, GGUF files and Orbax checkpoints."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hybrid_jax.config import ModelConfig
+from hybrid_jax.errors import ModelError
+from hybrid_jax.loading.hf import HFSource, read_json
+from hybrid_jax.loading.source import TensorSource
+from hybrid_jax.models import config_from_hf, family
+from hybrid_jax.models.decoder import Params, abstract_params
+from hybrid_jax.models.hf_config import text_config, token_ids
+from hybrid_jax.models.weights import apply_rules, check_layer_map
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory.
+
+    `graph` is the nnx graph that `models.decoder.bind` joins with `params`. `source` is where the
+    tokenizer is looked for. `stop_ids` are config.json's and generation_config.json's EOS ids.
+    """
+
+    config: ModelConfig
+    graph: Any
+    params: Params
+    dtype: str
+    source: Path
+    stop_ids: tuple[int, ...]
+
+
+def open_source(path: Path) -> TensorSource:
+    """The tensor source for a directory or a .gguf file.
+
+    Raises:
+        ModelError: the path is neither.
+    """
+    if path.is_dir():
+        return HFSource(path)
+    if path.suffix == ".gguf":
+        from hybrid_jax.loading.gguf import GGUFSource
+
+        return GGUFSource(path)
+    if path.exists():
+        raise ModelError(f"{str(path)!r} is neither a model directory nor a .gguf file")
+    raise ModelError(f"{str(path)!r} does not exist; give a model directory or a .gguf file")
+
+
+def load_config(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """The `ModelConfig` of a directory or GGUF file, and the raw config, without any weights."""
+    path = Path(path)
+    if path.is_dir():
+        raw = read_json(path / "config.json")
+    else:
+        raw = open_source(path).config()
+    return config_from_hf(raw), raw
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    shardings: Mapping[str, jax.sharding.Sharding] | None = None,
+) -> LoadedModel:
+    """Loads a checkpoint.
+
+    Args:
+        path: a Hugging Face directory, an Orbax checkpoint made by `hybrid-jax convert`, or a GGUF
+            file.
+        dtype: of the weights and activations: float32, bfloat16, float16, or auto (the
+            checkpoint's).
+        shardings: parameter path -> sharding; one device when absent.
+
+    Raises:
+        ModelError: anything about the checkpoint that does not fit, in one message.
+    """
+    path = Path(path)
+    if (path / "orbax").is_dir():
+        from hybrid_jax.loading import orbax
+
+        return orbax.load(path, dtype=dtype, shardings=shardings)
+    source = open_source(path)
+    raw = source.config()
+    config = config_from_hf(raw)
+    module = family(config.model_type)
+    rename = getattr(module, "rename", lambda name: name)
+    original = {rename(name): name for name in source.names()}
+    ignored = (*module.IGNORED, "*.rotary_emb.inv_freq")
+    if config.tie_word_embeddings:
+        ignored = (*ignored, "lm_head.weight")
+    check_layer_map(config, original)
+    name = resolve_dtype(dtype, raw, source)
+    graph, shapes, _ = abstract_params(config, DTYPES[name])
+
+    def put(target: str, array: np.ndarray) -> jax.Array:
+        cast = np.asarray(array).astype(shapes[target].dtype, copy=False)
+        return jax.device_put(cast, shardings[target] if shardings else None)
+
+    params = apply_rules(
+        module.weight_rules(config, original),
+        lambda hub: source.get(original[hub]),
+        original,
+        shapes,
+        put,
+        ignored,
+    )
+    return LoadedModel(config, graph, params, name, path, stop_ids(config, path))
+
+
+def resolve_dtype(dtype: str, raw: Mapping[str, Any], source: TensorSource) -> str:
+    """The dtype's name; `auto` takes config.json's, or else that of the embedding on disk.
+
+    Raises:
+        ValueError: an unknown dtype.
+    """
+    if dtype == "auto":
+        text = text_config(raw)
+        stated = text.get("dtype") or text.get("torch_dtype") or raw.get("dtype")
+        dtype = str(stated or raw.get("torch_dtype") or "").removeprefix("torch.")
+        if dtype not in DTYPES:
+            embeddings = [name for name in source.names() if name.endswith("embed_tokens.weight")]
+            dtype = str(source.get(embeddings[0]).dtype) if embeddings else "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not supported; choose auto, {', '.join(DTYPES)}")
+    return dtype
+
+
+def stop_ids(config: ModelConfig, path: Path) -> tuple[int, ...]:
+    """EOS ids of the config and of generation_config.json (chat models often add one there)."""
+    extra: tuple[int, ...] = ()
+    if (path / "generation_config.json").is_file():
+        extra = token_ids(read_json(path / "generation_config.json").get("eos_token_id"))
+    return tuple(dict.fromkeys((*config.eos_token_ids, *extra)))

@@ -1,0 +1,86 @@
+"""What goes into one step and what comes out of it.
+
+The engine fills a `StepBatch` with numpy arrays of a bucket's shape; the compiled step reads it.
+Dimension letters: T tokens, S rows, M page-table width, R persistent rows, L max_model_len.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import jax
+
+from hybrid_jax.cache.arrays import LayerCache
+from pallas_kernels.ragged import RaggedBatch
+
+
+class StepKind(Enum):
+    """The phase of a step. DECODE: every row has exactly one token, T == S. MIXED: any ragged batch."""
+
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StateSlots:
+    """Where each row's state is read from and written to, in one state cache group.
+
+    Padding rows point at slot 0, the null slot. Owners are sequence uids (> 0; 0 is nobody's).
+    """
+
+    read: jax.Array  # i32[S]
+    write: jax.Array  # i32[S]
+    read_owner: jax.Array  # i32[S] who must own `read` when the row has earlier tokens
+    write_owner: jax.Array  # i32[S] who owns `write` after the step
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepBatch:
+    """One ragged batch, padded to a bucket: decode rows, then prefill chunks, then padding.
+
+    `tables` has one entry per cache group, in the plan's order: `i32[S, M]` page tables for page
+    groups (logical page i of a row in column i % M; page 0 is the null page), `StateSlots` for
+    state groups.
+    """
+
+    token_ids: jax.Array  # i32[T]; -1: the row's last sampled token, from the carry
+    positions: jax.Array  # i32[T]; 0 for padding
+    query_start_loc: jax.Array  # i32[S + 1]
+    seq_lens: jax.Array  # i32[S] after this step; 0 for padding rows
+    row_ids: jax.Array  # i32[S] persistent row of each batch row; padding: 0, the null row
+    counts: jax.Array  # i32[2] decode rows, all rows
+    tables: tuple[jax.Array | StateSlots, ...]
+    kind: StepKind = field(metadata={"static": True})
+
+    @property
+    def ragged(self) -> RaggedBatch:
+        """The row boundaries, as the kernels take them."""
+        return RaggedBatch(
+            self.query_start_loc, self.seq_lens, self.counts, self.kind is StepKind.DECODE
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """What the host reads after a step. Values of padding rows and of unfinished prefill chunks
+    are meaningless and must be ignored."""
+
+    tokens: jax.Array  # i32[S] sampled token per batch row
+    logprob: jax.Array  # f32[S] log probability of it; 0 when no row asked for log probabilities
+    top_ids: jax.Array  # i32[S, K] ids of the K most likely tokens; K = max_logprobs
+    top_logprobs: jax.Array  # f32[S, K]
+    finite: jax.Array  # bool[S] the row's logits had no NaN or Inf
+    owner_ok: jax.Array  # bool[S] every state slot read belonged to the expected owner
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Carry:
+    """Everything on the device that outlives a step. Donated to the step and returned by it."""
+
+    caches: tuple[LayerCache, ...]  # one per layer
+    owners: tuple[jax.Array, ...]  # i32[slots] per state group, in the plan's order
+    last_token: jax.Array  # i32[R] last sampled token of each persistent row
+    history: jax.Array  # i32[R, L] token at each position of each persistent row

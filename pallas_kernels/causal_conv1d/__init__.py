@@ -1,0 +1,6 @@
+"""Depthwise causal convolution over time, with its last inputs kept per sequence."""
+
+from pallas_kernels.causal_conv1d.api import causal_conv1d
+from pallas_kernels.causal_conv1d.reference import dense
+
+__all__ = ["causal_conv1d", "dense"]

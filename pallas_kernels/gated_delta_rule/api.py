@@ -1,0 +1,95 @@
+"""The call that layers make: checks shapes, selects an implementation, runs it."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import registry
+from pallas_kernels.gated_delta_rule import reference
+from pallas_kernels.ragged import RaggedBatch
+
+OP = "gated_delta_rule"
+registry.register(OP, registry.REFERENCE, reference.gated_delta_rule, registry.never)
+
+
+def gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    ragged: RaggedBatch,
+    read_slots: jax.Array,
+    write_slots: jax.Array,
+    *,
+    scale: float | None = None,
+    l2norm: bool = True,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the gated delta rule over every row of a ragged batch, from slot to slot.
+
+    Per value head: S <- e^g S;  S <- S + k (x) beta (v - S^T k);  o = S^T q, in float32.
+    A row with earlier tokens starts from `state[read_slots]`, any other from zeros, whatever its
+    slot holds. The state after the row's last token goes to `state[write_slots]`; every other slot
+    is left as it is. A slot written in this batch must not be read by another row of it.
+
+    Args:
+        q: [T, Hk, dk] queries.
+        k: [T, Hk, dk] keys; key head j serves value heads [j * Hv / Hk, (j + 1) * Hv / Hk).
+        v: [T, Hv, dv] values.
+        g: f32[T, Hv] log decay, <= 0.
+        beta: f32[T, Hv] write strength.
+        state: f32[slots, Hv, dk, dv]; donate it to the surrounding jit to update it in place.
+        ragged: row boundaries.
+        read_slots: i32[S], 0 (the null slot) for padding rows.
+        write_slots: i32[S], 0 for padding rows.
+        scale: factor on q; None: dk ** -0.5.
+        l2norm: normalise q and k per head, x * rsqrt(sum x^2 + 1e-6), before the scale.
+        implementation: a registered name, or None to let the registry choose.
+
+    Returns:
+        out [T, Hv, dv] in the dtype of v (0 for padding tokens), and the new `state`.
+    """
+    _check(q, k, v, g, beta, state, ragged, read_slots, write_slots)
+    facts = registry.Facts.of(
+        q=q, k=k, v=v, g=g, beta=beta, state=state, rows=ragged.num_rows_padded,
+        decode_only=ragged.decode_only, l2norm=l2norm,
+    )  # fmt: skip
+    run = registry.select(OP, facts, implementation).fn
+    return run(q, k, v, g, beta, state, ragged, read_slots, write_slots, scale=scale, l2norm=l2norm)
+
+
+def _check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    ragged: RaggedBatch,
+    read_slots: jax.Array,
+    write_slots: jax.Array,
+) -> None:
+    if v.ndim != 3 or q.ndim != 3:
+        raise ValueError(f"{OP}: q, k, v must be [T, heads, dim], got q {q.shape}, v {v.shape}")
+    num_tokens, v_heads, dv = v.shape
+    k_heads, dk = q.shape[1:]
+    rows = (ragged.num_rows_padded,)
+    expected = {
+        "q": (q, (num_tokens, k_heads, dk)),
+        "k": (k, (num_tokens, k_heads, dk)),
+        "g": (g, (num_tokens, v_heads)),
+        "beta": (beta, (num_tokens, v_heads)),
+        "state": (state, (state.shape[0], v_heads, dk, dv)),
+        "read_slots": (read_slots, rows),
+        "write_slots": (write_slots, rows),
+    }
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"{OP}: {name} must be {shape}, got {array.shape}")
+    for name, array in (("g", g), ("beta", beta), ("state", state)):
+        if array.dtype != jnp.float32:
+            raise ValueError(f"{OP}: {name} must be float32, got {array.dtype}")
+    if v_heads % k_heads:
+        raise ValueError(f"{OP}: {v_heads} value heads are not a multiple of {k_heads} key heads")
+    ragged.check(num_tokens, OP)

@@ -1,0 +1,112 @@
+"""The call that layers make: checks shapes, selects an implementation, runs it."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import registry
+from pallas_kernels.paged_attention import reference
+from pallas_kernels.ragged import RaggedBatch
+
+OP = "paged_attention"
+registry.register(OP, registry.REFERENCE, reference.paged_attention, registry.never)
+
+
+def pages_shape(
+    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, int, int, int]:
+    """Shape [P, G, 2K, H] of one layer's pages: K of head j at row 2j, V at row 2j + 1.
+
+    K and V of a token are neighbours, so one copy moves both, and a cut of the third axis at an
+    even row is a cut by head.
+    """
+    return (num_pages, page_size, 2 * num_kv_heads, head_dim)
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    ragged: RaggedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes K and V of this step's tokens into `pages`, then attends causally within each row.
+
+    Position p of row s lives in page `table[s, (p // G) % M]` at offset p % G. With a window the
+    table is a ring: M * G must be at least window - 1 plus the row's tokens in this step, rounded
+    up to pages plus one. Without a window M * G must hold the whole sequence. Padding tokens write
+    to page 0, the null page. Whatever lies in pages beyond a row's tokens is never used, NaN
+    included.
+
+    Args:
+        q: [T, N, H] queries; query head n reads KV head n // (N / K).
+        k: [T, K, H] keys.
+        v: [T, K, H] values.
+        pages: [P, G, 2K, H], see `pages_shape`, of a dtype of its own; donate it to the surrounding
+            jit to update it in place.
+        table: i32[S, M] page ids, 0 where the row has no page.
+        ragged: row boundaries.
+        scale: factor on the scores.
+        window: token q sees positions p with q - window < p <= q. None: all p <= q.
+        softcap: scores become softcap * tanh(scores / softcap), before the mask.
+        sinks: f32[N] one extra logit per head in the softmax's denominator, without a value.
+        implementation: a registered name, or None to let the registry choose.
+
+    Returns:
+        out [T, N, H] in the dtype of q (0 for padding tokens; computed in float32), and `pages`.
+    """
+    _check(q, k, v, pages, table, ragged, window, softcap, sinks)
+    facts = registry.Facts.of(
+        q=q, k=k, v=v, pages=pages, table=table, decode_only=ragged.decode_only,
+        window=window, softcap=softcap, sinks=sinks is not None,
+    )  # fmt: skip
+    run = registry.select(OP, facts, implementation).fn
+    return run(
+        q, k, v, pages, table, ragged, scale=scale, window=window, softcap=softcap, sinks=sinks
+    )
+
+
+def _check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    ragged: RaggedBatch,
+    window: int | None,
+    softcap: float | None,
+    sinks: jax.Array | None,
+) -> None:
+    if q.ndim != 3 or k.ndim != 3 or pages.ndim != 4 or table.ndim != 2:
+        raise ValueError(
+            f"{OP}: q and k must be [T, heads, dim], pages [P, G, 2K, H] and table [S, M], "
+            f"got {q.shape}, {k.shape}, {pages.shape}, {table.shape}"
+        )
+    num_tokens, q_heads, dim = q.shape
+    kv_heads = k.shape[1]
+    expected = {
+        "k": (k, (num_tokens, kv_heads, dim)),
+        "v": (v, (num_tokens, kv_heads, dim)),
+        "pages": (pages, pages_shape(*pages.shape[:2], kv_heads, dim)),
+        "table": (table, (ragged.num_rows_padded, table.shape[1])),
+    }
+    if sinks is not None:
+        expected["sinks"] = (sinks, (q_heads,))
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"{OP}: {name} must be {shape}, got {array.shape}")
+    if q_heads % kv_heads:
+        raise ValueError(f"{OP}: {q_heads} query heads are not a multiple of {kv_heads} KV heads")
+    if table.dtype != jnp.int32:
+        raise ValueError(f"{OP}: table must be int32, got {table.dtype}")
+    if window is not None and window < 1:
+        raise ValueError(f"{OP}: window must be at least 1, got {window}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{OP}: softcap must be positive, got {softcap}")
+    ragged.check(num_tokens, OP)

@@ -1,0 +1,152 @@
+"""Chooses the implementation of an op from static facts, and remembers every choice and refusal.
+
+There is no silent fallback: a forced choice that cannot run is an error, and running the reference
+on an accelerator is logged with the reason why each kernel refused.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels import platform as platform_
+
+REFERENCE = "reference"
+
+logger = logging.getLogger(__name__)
+
+
+class ArrayFacts(NamedTuple):
+    """Shape and dtype name of an operand."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about a call while tracing: the device, operand shapes and static options."""
+
+    platform: str
+    device_kind: str
+    items: tuple[tuple[str, Hashable], ...]
+
+    @classmethod
+    def of(cls, **values: Any) -> "Facts":
+        """Facts for the current device. Arrays become `ArrayFacts`; other values stay as they are."""
+        device = platform_.current()
+        described = {
+            name: ArrayFacts(tuple(value.shape), str(value.dtype))
+            if isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
+            else value
+            for name, value in values.items()
+        }
+        return cls(device.platform, device.kind, tuple(sorted(described.items())))
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The operands and options by name, read-only."""
+        return MappingProxyType(dict(self.items))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One choice: what runs, for which facts, and why the better-ranked implementations do not."""
+
+    op: str
+    facts: Facts
+    implementation: str
+    fn: Callable[..., Any]
+    refused: tuple[tuple[str, str], ...]  # (implementation, reason), in the order asked
+    forced: bool = False
+
+
+@dataclass(frozen=True)
+class _Entry:
+    fn: Callable[..., Any]
+    refuses: Callable[[Facts], str | None]
+
+
+@dataclass
+class Registry:
+    """Implementations per op. The module's functions use one shared instance."""
+
+    _entries: dict[str, dict[str, _Entry]] = field(default_factory=dict)
+    _selections: dict[Selection, None] = field(default_factory=dict)  # an ordered set
+
+    def register(
+        self,
+        op: str,
+        implementation: str,
+        fn: Callable[..., Any],
+        refuses: Callable[[Facts], str | None],
+    ) -> None:
+        """Adds an implementation. `refuses` gives the reason why it cannot run, or None if it can.
+
+        Implementations are asked in the order of registration, the reference last.
+        """
+        entries = self._entries.setdefault(op, {})
+        if implementation in entries:
+            raise ValueError(f"{op}: implementation {implementation!r} is already registered")
+        entries[implementation] = _Entry(fn, refuses)
+
+    def implementations(self, op: str) -> tuple[str, ...]:
+        """Names in the order asked, the reference last."""
+        if op not in self._entries:
+            raise ValueError(f"unknown op {op!r}; known: {', '.join(sorted(self._entries))}")
+        return tuple(sorted(self._entries[op], key=lambda name: name == REFERENCE))
+
+    def select(self, op: str, facts: Facts, forced: str | None = None) -> Selection:
+        """The first implementation that does not refuse `facts`, or the forced one.
+
+        Raises:
+            ValueError: unknown op or name, or no candidate can run; the message has the reasons.
+        """
+        names = self.implementations(op)
+        if forced is not None and forced not in names:
+            raise ValueError(f"{op}: unknown implementation {forced!r}; known: {', '.join(names)}")
+        refused: list[tuple[str, str]] = []
+        for name in names if forced is None else (forced,):
+            entry = self._entries[op][name]
+            reason = entry.refuses(facts)
+            if reason is None:
+                selection = Selection(op, facts, name, entry.fn, tuple(refused), forced is not None)
+                self._record(selection)
+                return selection
+            refused.append((name, reason))
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
+        raise ValueError(f"{op}: no implementation can run on {facts.device_kind}: {reasons}")
+
+    def report(self) -> tuple[Selection, ...]:
+        """Every distinct choice made so far, oldest first."""
+        return tuple(self._selections)
+
+    def _record(self, selection: Selection) -> None:
+        if selection in self._selections:
+            return
+        self._selections[selection] = None
+        fallback = selection.implementation == REFERENCE and not selection.forced
+        if fallback and selection.facts.platform != "cpu":
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in selection.refused)
+            logger.warning(
+                "%s runs the slow reference on %s (%s)",
+                selection.op,
+                selection.facts.device_kind,
+                reasons or "no kernel is registered for this op",
+            )
+
+
+_registry = Registry()
+register = _registry.register
+implementations = _registry.implementations
+select = _registry.select
+report = _registry.report
+
+
+def never(facts: Facts) -> str | None:
+    """The `refuses` of an implementation that runs everywhere."""
+    del facts
+    return None
