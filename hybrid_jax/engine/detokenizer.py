@@ -112,9 +112,14 @@ class TextStream:
         self._detokenizer = detokenizer
         self._stops = stops
 
-    def push(self, token_id: int) -> tuple[str, str | None]:
-        """The text that can be shown after `token_id`, and the stop string if one is complete."""
+    def push(self, token_id: int, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """The text that can be shown after `token_id`, and the stop string if one is complete.
+
+        Stop strings that are complete while `may_stop` is false are plain text.
+        """
         text = self._detokenizer.push(token_id)
+        if not may_stop:
+            return self._stops.flush() + text, None
         return self._stops.push(text) if text else ("", None)
 
     def flush(self) -> str:

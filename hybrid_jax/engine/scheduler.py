@@ -71,8 +71,9 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence; it must be younger than all others."""
-        self.waiting[sequence.arrival] = sequence
+        """Queues a new sequence; it must be younger than all others. Idempotent."""
+        if sequence.state is SequenceState.WAITING:
+            self.waiting[sequence.arrival] = sequence
 
     def remove(self, sequence: Sequence, reason: ReleaseReason) -> None:
         """Ends a sequence, wherever it is, and gives back what it holds. Idempotent."""

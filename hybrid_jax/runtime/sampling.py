@@ -21,18 +21,24 @@ E stop tokens, A blocks, K reported log probabilities.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from hybrid_jax.runtime.vocabulary import (
+    BLOCK,
+    CANDIDATE_BLOCK,
+    argmax,
+    blocks_of,
+    cutoff,
+    draw,
+    largest_blocks,
+)
 from hybrid_jax.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
-_BLOCK = 512  # logits per block of a two-level reduction: the fastest of 64 to 2,048 on XLA:CPU
-_CANDIDATE_BLOCK = 128
-_CANDIDATE_BLOCKS = 256  # any kept set of up to this many tokens is found without a full search
 _MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # the request's and the model's
 _INT32_MAX = 2**31 - 1
 
@@ -209,6 +215,7 @@ def sample(
     *,
     max_logprobs: int,
     processors: tuple[LogitsProcessor, ...] = (),
+    group: int | None = None,
 ) -> Sampled:
     """Draws one token for every row.
 
@@ -224,7 +231,10 @@ def sample(
         history: i32[R, L] tokens of the persistent rows; garbage from `seq_lens` on.
         max_logprobs: K, the most alternatives reported.
         processors: the functions behind the columns of `table.processors`. Pure JAX; each maps
-            (f32[S, V], LogitsContext) to f32[S, V].
+            (f32[rows, V], LogitsContext) to f32[rows, V] for any number of rows.
+        group: rows worked on at once when not all are plain greedy; it must divide S. None: one
+            on CPU, all elsewhere. One by one, each row pays only for what it uses and the
+            temporaries stay in the cache; on an accelerator the launches would dominate.
 
     Raises:
         ValueError: `processors` does not fit the table.
@@ -236,27 +246,53 @@ def sample(
         )
     logits = logits.astype(jnp.float32)
     rows = jax.tree.map(lambda array: array[row_ids], table)
-    adjusts = jnp.any(_biased(rows, seq_lens)) | jnp.any(_penalised(rows)) | rows.processors.any()
-    # _choose stands in both branches, rather than after a cond that returns logits: passing
-    # [S, V] through an identity branch would copy it in every greedy step.
-    tokens = lax.cond(
-        adjusts,
-        lambda: _choose(
-            _adjust(logits, rows, seq_lens, history, row_ids, processors), rows, seq_lens
-        ),
-        lambda: _choose(logits, rows, seq_lens),
-    )
-    num_rows = logits.shape[0]
+
+    def choose(logits: jax.Array, rows: SamplingTable, context: LogitsContext) -> jax.Array:
+        return _choose(_adjust(logits, rows, context, processors), rows, context.seq_lens)
+
+    def chosen() -> jax.Array:
+        context = LogitsContext(history[row_ids], seq_lens, rows.prompt_len)
+        return _in_groups(choose, (logits, rows, context), group)
+
+    plain = (rows.temperature <= 0.0) & ~_adjusted(rows, seq_lens)
+    tokens = lax.cond(jnp.all(plain), lambda: argmax(logits), chosen)
+    shape = (logits.shape[0], max_logprobs)
     logprob, top_ids, top_logprobs = lax.cond(
         jnp.any(rows.num_logprobs >= 0),
-        lambda: _logprobs(logits, tokens, max_logprobs),
+        lambda: _in_groups(
+            lambda logits, tokens: _logprobs(logits, tokens, max_logprobs),
+            (logits, tokens),
+            group,
+        ),
         lambda: (
-            jnp.zeros(num_rows, jnp.float32),
-            jnp.full((num_rows, max_logprobs), -1, jnp.int32),
-            jnp.zeros((num_rows, max_logprobs), jnp.float32),
+            jnp.zeros(shape[0], jnp.float32),
+            jnp.full(shape, -1, jnp.int32),
+            jnp.zeros(shape, jnp.float32),
         ),
     )
     return Sampled(tokens, logprob, top_ids, top_logprobs)
+
+
+def _in_groups(function: Callable[..., Any], arguments: tuple[Any, ...], group: int | None) -> Any:
+    """`function(*arguments)`, on `group` rows at a time; None: by platform, see `sample`."""
+    num_rows = jax.tree.leaves(arguments)[0].shape[0]
+
+    def one_by_one(*arguments: Any) -> Any:
+        return _in_groups(function, arguments, 1)
+
+    if group == num_rows:
+        return function(*arguments)
+    if group is None:
+        # Decided when lowering, so that a step compiled for another platform gets its form.
+        return lax.platform_dependent(*arguments, cpu=one_by_one, default=function)
+    split = jax.tree.map(lambda x: x.reshape(num_rows // group, group, *x.shape[1:]), arguments)
+    results = lax.map(lambda part: function(*part), split)
+    return jax.tree.map(lambda x: x.reshape(num_rows, *x.shape[2:]), results)
+
+
+def _adjusted(rows: SamplingTable, seq_lens: jax.Array) -> jax.Array:
+    """bool[S]: `_adjust` changes the row."""
+    return _biased(rows, seq_lens) | _penalised(rows) | rows.processors.any(axis=1)
 
 
 def _biased(rows: SamplingTable, seq_lens: jax.Array) -> jax.Array:
@@ -273,13 +309,11 @@ def _penalised(rows: SamplingTable) -> jax.Array:
 def _adjust(
     logits: jax.Array,
     rows: SamplingTable,
-    seq_lens: jax.Array,
-    history: jax.Array,
-    row_ids: jax.Array,
+    context: LogitsContext,
     processors: tuple[LogitsProcessor, ...],
 ) -> jax.Array:
     """f32[S, V] logits after everything that can change the most likely token."""
-    context = LogitsContext(history[row_ids], seq_lens, rows.prompt_len)
+    seq_lens = context.seq_lens
     logits = lax.cond(
         jnp.any(_biased(rows, seq_lens)),
         lambda x: _add_bias(x, rows, seq_lens),
@@ -365,191 +399,11 @@ def _random(logits: jax.Array, rows: SamplingTable, seq_lens: jax.Array) -> jax.
     def filtered() -> jax.Array:
         weights = weigh()
         kept = jnp.where(weights >= rows.min_p[:, None], weights, 0.0)
-        cut = _cutoff(logits, kept, top_k, top_p)
-        return _draw(jnp.where(logits >= cut[:, None], kept, 0.0), rows.seed, seq_lens)
+        cut = cutoff(logits, kept, top_k, top_p)
+        return draw(jnp.where(logits >= cut[:, None], kept, 0.0), rows.seed, seq_lens)
 
     filters = (top_k > 0) | (top_p < 1.0) | (random & (rows.min_p > 0.0))
-    return lax.cond(jnp.any(filters), filtered, lambda: _draw(weigh(), rows.seed, seq_lens))
-
-
-def _draw(weights: jax.Array, seed: jax.Array, seq_lens: jax.Array) -> jax.Array:
-    """i32[S]: an exact draw proportional to `weights` f32[S, V], by Gumbel-max in two levels.
-
-    argmax(log w + Gumbel noise) is distributed as w (Maddison et al., arXiv:1411.0030). First a
-    block is drawn by its total weight, then a token of the block by its own. That needs
-    A + V / A random numbers per row instead of V, whose generation took 100 ms at S 16,
-    V 262,144 on two CPU cores, longer than a small model's whole step.
-    """
-    blocks = _blocks(weights, _BLOCK, 0.0)
-    num_blocks, size = blocks.shape[1:]
-
-    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (num_blocks + size,), jnp.float32)
-
-    gumbel = jax.vmap(noise)(seed, seq_lens)
-    block = jnp.argmax(jnp.log(blocks.sum(axis=2)) + gumbel[:, :num_blocks], axis=1)
-    inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token = block * size + jnp.argmax(jnp.log(inner) + gumbel[:, num_blocks:], axis=1)
-    # The padding of the last block has weight 0; only NaN could select it.
-    return jnp.minimum(token, weights.shape[1] - 1).astype(jnp.int32)
-
-
-def argmax(x: jax.Array) -> jax.Array:
-    """i32[S]: index of the largest of x f32[S, V] per row; the lowest on ties, as `jnp.argmax`.
-
-    Two levels, because XLA:CPU vectorises a maximum but not an argmax: at S 16, V 262,144 the
-    one-level form took 30 to 40 ms, this one 0.3 ms. NaN counts as the largest value.
-    """
-    blocks = _blocks(x, _BLOCK, -jnp.inf)
-    block = jnp.argmax(blocks.max(axis=2), axis=1)
-    inner = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return (block * blocks.shape[2] + jnp.argmax(inner, axis=1)).astype(jnp.int32)
-
-
-def _blocks(x: jax.Array, most: int, fill: float) -> jax.Array:
-    """x f32[S, V] as f32[S, A, size], padded with `fill` if no size of 64 to `most` divides V."""
-    vocab = x.shape[1]
-    size = most
-    while size > 64 and vocab % size:
-        size //= 2
-    if vocab % size:
-        size = most
-        x = jnp.pad(x, ((0, 0), (0, -vocab % size)), constant_values=fill)
-    return x.reshape(x.shape[0], -1, size)
-
-
-class _Candidates(NamedTuple):
-    """The blocks of a row that hold its largest values."""
-
-    values: jax.Array  # f32[S, count * size], in the order of their indices
-    blocks: jax.Array  # i32[S, count] ascending
-    bound: jax.Array  # f32[S] no value outside is larger
-
-
-def _candidates(blocks: jax.Array, count: int) -> _Candidates:
-    """The `count` < A blocks of f32[S, A, size] with the largest maxima.
-
-    They hold the `count` largest values: each value outside is preceded by the maxima of all
-    of them. On ties lower indices come first, here and there.
-    """
-    # The barrier keeps XLA from moving the slices below into top_k, which would turn it into a
-    # full sort: 8 ms in place of 1 ms at S 16, V 262,144 on CPU.
-    maxima, order = lax.optimization_barrier(lax.top_k(blocks.max(axis=2), count + 1))
-    # Ascending, so that a value's place among the candidates still breaks ties by its index.
-    chosen = jnp.sort(order[:, :count], axis=1)
-    values = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1)
-    return _Candidates(values.reshape(values.shape[0], -1), chosen, maxima[:, count])
-
-
-def _cutoff(logits: jax.Array, weights: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """f32[S]: the smallest logit that top-k and top-p keep; -inf when both are off.
-
-    Args:
-        logits: f32[S, V].
-        weights: f32[S, V] ascending with the logits; 0 where min-p removed the token.
-        top_k: i32[S]; 0: off.
-        top_p: f32[S]; 1: off.
-
-    The search reads its data about 30 times, so it looks at the candidate blocks only, which
-    is enough unless a kept set is large and scattered; then everything is searched.
-    """
-
-    def total(cut: jax.Array) -> jax.Array:
-        return _mass(logits, weights, cut)
-
-    def full() -> jax.Array:
-        bound = jnp.full(logits.shape[0], -jnp.inf, jnp.float32)
-        return _search(logits, weights, bound, top_k, top_p, total)
-
-    blocks = _blocks(logits, _CANDIDATE_BLOCK, -jnp.inf)
-    if blocks.shape[1] <= _CANDIDATE_BLOCKS:
-        return full()
-    found = _candidates(blocks, _CANDIDATE_BLOCKS)
-    near = jnp.take_along_axis(
-        _blocks(weights, _CANDIDATE_BLOCK, 0.0), found.blocks[:, :, None], axis=1
-    ).reshape(found.values.shape)
-    cut = _search(found.values, near, found.bound, top_k, top_p, total)
-    # A top-p cut at the bound may mean that tokens outside were missed. A top-k cut may lie
-    # there by ties, but is right: the candidates hold the _CANDIDATE_BLOCKS largest logits.
-    enough = (top_k <= _CANDIDATE_BLOCKS) & ((top_p >= 1.0) | (cut > found.bound))
-    return lax.cond(jnp.all(enough), lambda: cut, full)
-
-
-def _search(
-    logits: jax.Array,
-    weights: jax.Array,
-    bound: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    total: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
-    """f32[S]: the top-k and top-p cut among `logits`, at least `bound` where either is on."""
-
-    def count(cut: jax.Array) -> jax.Array:
-        return jnp.sum(logits >= cut[:, None], axis=1, dtype=jnp.int32)
-
-    high = logits.max(axis=1)
-    by_count = _bisect(count, top_k, bound, high, top_k > 0)
-    by_mass = _bisect(
-        # The cut by count is applied first: tokens below it have no mass.
-        lambda cut: _mass(logits, weights, jnp.maximum(cut, by_count)),
-        top_p * total(by_count),
-        bound,
-        high,
-        top_p < 1.0,
-    )
-    return jnp.maximum(by_count, by_mass)
-
-
-def _mass(logits: jax.Array, weights: jax.Array, cut: jax.Array) -> jax.Array:
-    """f32[S]: the weight of all logits from `cut` upwards."""
-    return jnp.sum(jnp.where(logits >= cut[:, None], weights, 0.0), axis=1)
-
-
-def _bisect(
-    measure: Callable[[jax.Array], jax.Array],
-    target: jax.Array,
-    low: jax.Array,
-    high: jax.Array,
-    wanted: jax.Array,
-) -> jax.Array:
-    """f32[S]: the largest cut in [low, high] with measure(cut) >= target; -inf if not `wanted`.
-
-    `measure` falls as the cut rises. The bisection runs over the integers that order float32, so
-    it ends after at most 32 steps with the exact value of a logit, or sooner with a cut that
-    keeps the same tokens.
-    """
-    start = jnp.where(wanted, _to_key(low), _to_key(high))
-
-    def unfinished(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        step, low, high = state
-        return (step < 32) & jnp.any(low + 1 < high)
-
-    def halve(
-        state: tuple[jax.Array, jax.Array, jax.Array],
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        step, low, high = state
-        middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
-        value = measure(_from_key(middle))
-        met = (value >= target) & (low + 1 < high)
-        # At equality the cut keeps exactly the wanted tokens: no larger one keeps more.
-        high = jnp.where(met & (value == target), middle + 1, jnp.where(met, high, middle))
-        return step + 1, jnp.where(met, middle, low), jnp.maximum(high, low + 1)
-
-    _, found, _ = lax.while_loop(unfinished, halve, (jnp.int32(0), start, _to_key(high) + 1))
-    return jnp.where(wanted, _from_key(found), -jnp.inf)
-
-
-def _to_key(x: jax.Array) -> jax.Array:
-    """i32 that orders as the f32 `x` does (Herf, "Radix tricks", 2001); NaN counts as -inf."""
-    bits = lax.bitcast_convert_type(jnp.where(jnp.isnan(x), -jnp.inf, x), jnp.int32)
-    return jnp.where(bits < 0, bits ^ _INT32_MAX, bits)
-
-
-def _from_key(key: jax.Array) -> jax.Array:
-    """The f32 behind a key of `_to_key`."""
-    return lax.bitcast_convert_type(jnp.where(key < 0, key ^ _INT32_MAX, key), jnp.float32)
+    return lax.cond(jnp.any(filters), filtered, lambda: draw(weigh(), rows.seed, seq_lens))
 
 
 def _logprobs(
@@ -562,13 +416,13 @@ def _logprobs(
     """
     num_rows, vocab = logits.shape
     top = logits.max(axis=1)
-    sums = _blocks(jnp.exp(logits - top[:, None]), _BLOCK, 0.0).sum(axis=2).sum(axis=1)
+    sums = blocks_of(jnp.exp(logits - top[:, None]), BLOCK, 0.0).sum(axis=2).sum(axis=1)
     log_total = top + jnp.log(sums)
     logprob = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - log_total
-    blocks = _blocks(logits, _CANDIDATE_BLOCK, -jnp.inf)
+    blocks = blocks_of(logits, CANDIDATE_BLOCK, -jnp.inf)
     num_blocks, size = blocks.shape[1:]
     if count < num_blocks:
-        values, chosen, _ = _candidates(blocks, count)
+        values, chosen, _ = largest_blocks(blocks, count)
     else:
         values = blocks.reshape(num_rows, -1)
         chosen = jnp.broadcast_to(jnp.arange(num_blocks)[None, :], (num_rows, num_blocks))

@@ -222,7 +222,7 @@ def _gemma() -> dict[str, Config]:
         "gemma2",
         "Gemma2ForCausalLM",
         common,
-        attn_logit_softcapping=2.0,
+        attn_logit_softcapping=4.0,
         final_logit_softcapping=10.0,
         layer_types=[SLIDING, FULL] * 2,
         num_hidden_layers=4,

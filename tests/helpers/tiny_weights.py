@@ -85,16 +85,20 @@ def _moments(name: str, shape: tuple[int, ...], text: Config) -> tuple[float, fl
     if leaf.endswith("conv1d"):
         return 0.0, 0.5
     if leaf == "embed_tokens":
-        return 0.0, 0.4 if text["tie_word_embeddings"] else 1.0
+        # Small next to what the layers add: greedy text must not be the last token over and over.
+        return 0.0, 0.05 if text["tie_word_embeddings"] else 0.5
     if leaf == "lm_head":
         return 0.0, 0.4
     if len(shape) == 1:
         centred = family(text) in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma2", "gemma3")
-        plain_norm = "norm" in leaf and (not centred or "linear_attn" in name)
-        return (1.0 if plain_norm else 0.0), 0.3
-    if name.endswith("mlp.gate.weight"):  # the router: far from uniform
-        return 0.0, 2.0 / shape[-1] ** 0.5
-    return 0.0, 1.0 / shape[-1] ** 0.5
+        plain = 1.0 if "norm" in leaf and (not centred or "linear_attn" in name) else 0.0
+        final = 6.0 if text["tie_word_embeddings"] and name.endswith("model.norm.weight") else 0.0
+        sharper = 2.0 if leaf == "q_norm" else 0.0
+        return plain + final + sharper, 0.3
+    # Sharp attention, a router far from uniform, layers that add as much as they read: otherwise
+    # greedy text settles into a short cycle that many a wrong model would reach as well.
+    gains = {"q_proj": 3.0, "gate": 2.0, "o_proj": 2.0, "out_proj": 2.0}
+    return 0.0, gains.get(leaf, 1.0) / shape[-1] ** 0.5
 
 
 def _is_sparse(text: Config, layer: int) -> bool:

@@ -1,0 +1,391 @@
+"""The batching loop: schedule, build, launch the next step, then finish the previous one."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from hybrid_jax.engine.batch_builder import BatchBuilder
+from hybrid_jax.engine.cache_manager import CacheManager
+from hybrid_jax.engine.outputs import OutputProcessor
+from hybrid_jax.engine.scheduler import ChunkLimit, Scheduler, no_chunk_limit
+from hybrid_jax.engine.types import (
+    MAX_UID,
+    EngineStats,
+    ReleaseReason,
+    Request,
+    Sequence,
+    SequenceState,
+    StepRunner,
+    TokenEvent,
+    Tokenizer,
+    TokenLogprob,
+)
+from hybrid_jax.engine.validation import RequestValidator
+from hybrid_jax.errors import (
+    EngineDead,
+    InvalidRequest,
+    ModelError,
+    NonFiniteLogits,
+    QueueFull,
+    StateOwnerMismatch,
+    StepFailed,
+)
+from hybrid_jax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from hybrid_jax.runtime.batch import StepOutput
+    from hybrid_jax.runtime.sampling import SamplingTable
+
+logger = logging.getLogger(__name__)
+
+
+class RowSampling(Protocol):
+    """The host side of the sampling parameters, one entry per persistent row."""
+
+    def set_row(self, row: int, params: SamplingParams, seed: int, prompt_len: int) -> None:
+        """Gives `row` to a sequence."""
+        ...
+
+    def clear_row(self, row: int) -> None:
+        """Makes `row` greedy and cheap again."""
+        ...
+
+    def device(self) -> "SamplingTable":
+        """The table on the device, uploaded if something changed."""
+        ...
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A launched step: its rows in batch order, and whether each one samples a token."""
+
+    rows: list[tuple[Sequence, bool]]
+    output: "StepOutput"
+
+
+class Engine:
+    """Runs many requests on one runner. Host only; reads device arrays when a step is finished.
+
+    `add_request`, `abort` and `stats` may be called from any thread; everything else from one.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        tokenizer: Tokenizer | None,
+        sampling: RowSampling,
+        *,
+        logits_processors: Collection[str] = (),
+        chunk_limit: ChunkLimit = no_chunk_limit,
+    ) -> None:
+        """Takes ownership of `runner` and `sampling`; `runner.config` must be resolved.
+
+        Raises:
+            ModelError: a cache group has no room for a single token.
+        """
+        config, model = runner.config, runner.model_config
+        if min(runner.sizes.counts, default=2) < 2:
+            raise ModelError(
+                f"cache groups of {runner.sizes.counts} pages or slots leave one with nothing but "
+                "its null id; raise num_pages or cache_bytes"
+            )
+        self._runner = runner
+        self._sampling = sampling
+        self._config = config
+        self._vocab_size = model.vocab_size
+        self._cache = CacheManager(
+            runner.groups, runner.sizes, config, on_row_release=sampling.clear_row
+        )
+        self._scheduler = Scheduler(
+            self._cache,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            chunk_limit=chunk_limit,
+        )
+        self._builder = BatchBuilder(self._cache, config, model.vocab_size)
+        self._outputs = OutputProcessor(tokenizer, model.eos_token_ids)
+        self._validator = RequestValidator(
+            config, model.vocab_size, self._cache, tokenizer is not None, logits_processors
+        )
+        self._lock = threading.Lock()  # guards _requests, _inbox and _arrivals
+        self._requests: dict[str, list[Sequence]] = {}  # not ended yet
+        self._inbox: deque[list[Sequence] | str] = deque()  # new sequences, or an id to abort
+        self._arrivals = 0
+        self._in_flight: _InFlight | None = None
+        self._events: list[TokenEvent] = []
+        self._num_steps = 0
+        self._dead: EngineDead | None = None
+
+    def validate(self, request: Request) -> None:
+        """Raises InvalidRequest if `add_request` would."""
+        self._validator.check(request)
+
+    def add_request(self, request: Request) -> None:
+        """Accepts a request, which from now on ends in exactly one final event.
+
+        Raises:
+            InvalidRequest: it can never be served, or its id is in use.
+            QueueFull: `max_queue` sequences wait already.
+            EngineDead: the engine accepts nothing any more.
+        """
+        max_tokens = self._validator.check(request)
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            if request.request_id in self._requests:
+                raise InvalidRequest(
+                    f"request id {request.request_id!r} is in use; choose another or wait"
+                )
+            limit, waiting = self._config.max_queue, self._num_waiting()
+            if limit and waiting >= limit:
+                raise QueueFull(f"{waiting} sequences wait and max_queue is {limit}; retry later")
+            sequences = self._make_sequences(request, max_tokens)
+            self._requests[request.request_id] = sequences
+            self._inbox.append(sequences)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request at the next `step` or `drain_inbox`; False if it is unknown or ended."""
+        with self._lock:
+            if request_id not in self._requests:
+                return False
+            self._inbox.append(request_id)
+            return True
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or events to give."""
+        return bool(self._requests or self._events)
+
+    def step(self) -> list[TokenEvent]:
+        """Launches the next step, finishes the previous one and returns what is new.
+
+        An interrupt loses nothing but time: all running sequences are computed again.
+        """
+        try:
+            self.drain_inbox()
+            step = self._launch()
+            if self._config.run_ahead:
+                step, self._in_flight = self._in_flight, step
+            if step is not None:
+                self._finish(step)
+        except BaseException:
+            self._recover()
+            raise
+        if not self._requests:
+            self._in_flight = None  # holds tokens of ended sequences only
+        events, self._events = self._events, []
+        return events
+
+    def drain_inbox(self) -> None:
+        """Queues new requests and ends aborted ones, without running a step."""
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, str):
+                for sequence in self._requests.get(item, []):
+                    if sequence.state is not SequenceState.FINISHED:
+                        event = self._outputs.abort(sequence)
+                        self._end(sequence, ReleaseReason.ABORT, event)
+            else:
+                self._outputs.open(item[0].request)
+                for sequence in item:
+                    self._scheduler.add(sequence)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the counters."""
+        return EngineStats(
+            running=len(self._scheduler.running),
+            waiting=self._num_waiting(),
+            steps=self._num_steps,
+            preemptions=self._scheduler.num_preemptions,
+            compiles=self._runner.num_compiles,
+            caches=self._cache.stats(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every page, slot and row is in exactly one place."""
+        self._cache.check_integrity(self._scheduler.running.values())
+
+    def close(self) -> None:
+        """Aborts everything and accepts nothing any more. Idempotent."""
+        with self._lock:
+            self._dead = self._dead or EngineDead("the engine is closed; make a new one")
+            self._inbox.extend(self._requests)
+        self.drain_inbox()
+        self._in_flight = None
+
+    def _launch(self) -> _InFlight | None:
+        plan = self._scheduler.schedule()
+        if not plan.num_tokens:
+            if self._in_flight is None:
+                self._fail_stuck()
+            return None
+        sequences = plan.sequences
+        try:
+            for s in plan.admitted:
+                self._sampling.set_row(s.row, s.request.params, s.seed, s.num_prompt_tokens)
+            output = self._runner.step(self._builder.build(plan), self._sampling.device())
+        except Exception as error:
+            self._fail_step(sequences, error)
+            return None
+        rows: list[tuple[Sequence, bool]] = []
+        for sequence in sequences:
+            self._cache.advance(sequence)
+            samples = sequence.num_computed_tokens == sequence.num_tokens
+            sequence.num_inflight += samples
+            rows.append((sequence, samples))
+        self._num_steps += 1
+        return _InFlight(rows, output)
+
+    def _finish(self, step: _InFlight) -> None:
+        output = step.output
+        try:
+            tokens: list[int] = np.asarray(output.tokens).tolist()
+            finite: list[bool] = np.asarray(output.finite).tolist()
+            owner_ok: list[bool] = np.asarray(output.owner_ok).tolist()
+            logprobs = _read_logprobs(step)
+        except Exception as error:
+            self._fail_step([sequence for sequence, _ in step.rows], error)
+            return
+        for row, (sequence, samples) in enumerate(step.rows):
+            if sequence.state is SequenceState.FINISHED:
+                continue  # ended while this step was in flight: its token is dropped
+            sequence.num_inflight -= samples
+            if not owner_ok[row]:
+                self._fail(sequence, _owner_mismatch(sequence))
+            elif samples and not finite[row]:
+                self._fail(sequence, _non_finite(sequence))
+            elif samples:
+                self._append(sequence, tokens[row], logprobs[row] if logprobs else None)
+
+    def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
+        try:
+            if not 0 <= token_id < self._vocab_size:
+                raise StepFailed(f"token {token_id} was sampled from {self._vocab_size} tokens")
+            event = self._outputs.append(sequence, token_id, logprob)
+        except Exception as error:  # for example a tokenizer's: nobody else is to suffer
+            logger.exception("request %s failed", sequence.request.request_id)
+            self._fail(sequence, error)
+            return
+        if event.finish_reason is None:
+            self._events.append(event)
+        else:
+            self._end(sequence, ReleaseReason.FINISH, event)
+
+    def _end(self, sequence: Sequence, reason: ReleaseReason, event: TokenEvent) -> None:
+        self._scheduler.remove(sequence, reason)
+        if event.final:
+            with self._lock:
+                del self._requests[sequence.request.request_id]
+        self._events.append(event)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        self._end(sequence, ReleaseReason.FAILURE, self._outputs.fail(sequence, error))
+
+    def _fail_stuck(self) -> None:
+        """Fails the oldest sequence if nothing can run and nothing is about to change."""
+        waiting = [*self._scheduler.running.values(), *self._scheduler.waiting.values()]
+        if waiting:
+            error = StepFailed("the request could not be scheduled although nothing else runs")
+            logger.error("sequence %d: %s", waiting[0].uid, error)
+            self._fail(waiting[0], error)
+
+    def _fail_step(self, sequences: list[Sequence], error: Exception) -> None:
+        """Ends the sequences of a step that raised; everybody else is computed again."""
+        logger.error("a step with %d rows failed", len(sequences), exc_info=error)
+        for sequence in sequences:
+            if sequence.state is not SequenceState.FINISHED:
+                failure = StepFailed(f"the step failed with {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                self._fail(sequence, failure)
+        self._recover()
+
+    def _recover(self) -> None:
+        """Starts all live sequences again on fresh caches; what was lost comes out the same."""
+        self._in_flight = None
+        self.drain_inbox()
+        self._cache.reset()
+        for row in range(1, self._cache.rows.size):
+            self._sampling.clear_row(row)
+        live = [s for sequences in list(self._requests.values()) for s in sequences]
+        live = [s for s in live if s.state is not SequenceState.FINISHED]
+        self._scheduler.reset(live)
+        try:
+            self._runner.reset()
+        except Exception as error:
+            logger.exception("the engine cannot recover")
+            with self._lock:
+                self._dead = EngineDead(f"the caches could not be made again: {error}; restart")
+                self._dead.__cause__ = error
+            self.drain_inbox()  # nothing enters after this
+            for sequence in [*live, *self._scheduler.waiting.values()]:
+                if sequence.state is not SequenceState.FINISHED:
+                    self._fail(sequence, self._dead)
+
+    def _num_waiting(self) -> int:
+        queued = sum(len(item) for item in list(self._inbox) if not isinstance(item, str))
+        return queued + len(self._scheduler.waiting)
+
+    def _make_sequences(self, request: Request, max_tokens: int) -> list[Sequence]:
+        sequences = []
+        for index in range(request.params.n):
+            self._arrivals += 1
+            if index == 0:
+                seed = _seed(request.params, self._config.seed, self._arrivals)
+            sequences.append(
+                Sequence(
+                    request=request,
+                    index=index,
+                    arrival=self._arrivals,
+                    uid=(self._arrivals - 1) % MAX_UID + 1,
+                    seed=(seed + index) % 2**32,
+                    max_tokens=max_tokens,
+                    token_ids=list(request.prompt_token_ids),
+                )
+            )
+        return sequences
+
+
+def _seed(params: SamplingParams, engine_seed: int, arrival: int) -> int:
+    """The request's own seed, or one that is spread by the engine's seed and the arrival."""
+    if params.seed is not None:
+        return int(params.seed)
+    mixed = (engine_seed * 0x9E3779B97F4A7C15 + arrival * 0xBF58476D1CE4E5B9) % 2**64
+    return (mixed ^ (mixed >> 29)) * 0x94D049BB133111EB % 2**64 >> 32
+
+
+def _read_logprobs(step: _InFlight) -> list[TokenLogprob | None]:
+    """Per row, if it asked; empty when no row did. Waits for the step."""
+    wanted = [s.request.params.logprobs if samples else None for s, samples in step.rows]
+    if all(count is None for count in wanted):
+        return []
+    output = step.output
+    tokens: list[int] = np.asarray(output.tokens).tolist()
+    chosen: list[float] = np.asarray(output.logprob).tolist()
+    ids: list[list[int]] = np.asarray(output.top_ids).tolist()
+    values: list[list[float]] = np.asarray(output.top_logprobs).tolist()
+    result: list[TokenLogprob | None] = []
+    for row, count in enumerate(wanted):
+        if count is None:
+            result.append(None)
+            continue
+        pairs = zip(ids[row][:count], values[row][:count], strict=True)
+        top = {token: value for token, value in pairs if token >= 0}
+        result.append(TokenLogprob(tokens[row], chosen[row], top))
+    return result
+
+
+def _owner_mismatch(sequence: Sequence) -> StateOwnerMismatch:
+    return StateOwnerMismatch(
+        f"sequence {sequence.uid} found another sequence's state in its slot; it was ended so that "
+        "no text leaks, retry the request"
+    )
+
+
+def _non_finite(sequence: Sequence) -> NonFiniteLogits:
+    return NonFiniteLogits(
+        f"the logits at position {len(sequence.token_ids)} of sequence {sequence.uid} are NaN or "
+        "Inf; check the weights and dtype, or retry the request"
+    )

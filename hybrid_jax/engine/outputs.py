@@ -1,0 +1,117 @@
+"""From sampled tokens to events: stop conditions, text, and the one final event per request."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from hybrid_jax.engine.detokenizer import Detokenizer, StopStrings, TextStream
+from hybrid_jax.engine.types import (
+    FinishReason,
+    Request,
+    Sequence,
+    TokenEvent,
+    Tokenizer,
+    TokenLogprob,
+    Usage,
+)
+
+
+@dataclass
+class _OpenRequest:
+    streams: dict[int, TextStream | None] = field(default_factory=dict)  # open completions by index
+    completion_tokens: int = 0
+
+
+class OutputProcessor:
+    """Text and bookkeeping of all open requests. Makes every event, and so exactly one final one.
+
+    Appends to `Sequence.token_ids`; releasing what a finished sequence holds is the engine's part.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos = frozenset(eos_token_ids)
+        self._open: dict[str, _OpenRequest] = {}
+
+    def open(self, request: Request) -> None:
+        """Expects `request.params.n` completions of a request."""
+        streams = {index: self._stream(request) for index in range(request.params.n)}
+        self._open[request.request_id] = _OpenRequest(streams)
+
+    def append(
+        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None
+    ) -> TokenEvent:
+        """Appends a sampled token; the event says whether the completion ends with it."""
+        params = sequence.request.params
+        sequence.token_ids.append(token_id)
+        stream = self._open[sequence.request.request_id].streams[sequence.index]
+        may_stop = sequence.num_output_tokens > params.min_tokens
+        text, stop_reason, ends = "", None, False
+        if may_stop and token_id in params.stop_token_ids:
+            ends, stop_reason = True, token_id
+        elif may_stop and token_id in self._eos and not params.ignore_eos:
+            ends = True
+        # The token that ends a completion is no part of its text, unless asked for.
+        if stream is not None and (not ends or params.include_stop_str_in_output):
+            text, stop_string = stream.push(token_id, may_stop=may_stop)
+            if stop_string is not None:
+                return self._event(sequence, (token_id,), text, logprob, "stop", stop_string)
+        reason: FinishReason | None = "stop" if ends else None
+        if reason is None and sequence.num_output_tokens >= sequence.max_tokens:
+            reason = "length"
+        if reason is not None and stream is not None:
+            text += stream.flush()
+        return self._event(sequence, (token_id,), text, logprob, reason, stop_reason)
+
+    def abort(self, sequence: Sequence) -> TokenEvent:
+        """Ends a completion that nobody wants any more; shows the text held back so far."""
+        stream = self._open[sequence.request.request_id].streams[sequence.index]
+        text = stream.flush() if stream is not None else ""
+        return self._event(sequence, (), text, None, "abort")
+
+    def fail(self, sequence: Sequence, error: Exception) -> TokenEvent:
+        """Ends a completion with an error."""
+        return self._event(sequence, (), "", None, "error", error=error)
+
+    def _event(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        text: str,
+        logprob: TokenLogprob | None,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None = None,
+        *,
+        error: Exception | None = None,
+    ) -> TokenEvent:
+        request = sequence.request
+        usage = None
+        if finish_reason is not None:
+            state = self._open[request.request_id]
+            del state.streams[sequence.index]  # a second end would be our bug and raises here
+            state.completion_tokens += sequence.num_output_tokens
+            if not state.streams:
+                del self._open[request.request_id]
+                usage = Usage(len(request.prompt_token_ids), state.completion_tokens)
+        return TokenEvent(
+            request_id=request.request_id,
+            index=sequence.index,
+            new_token_ids=token_ids,
+            text=text,
+            logprobs=None if logprob is None else (logprob,),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            usage=usage,
+            error=error,
+        )
+
+    def _stream(self, request: Request) -> TextStream | None:
+        params = request.params
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        detokenizer = Detokenizer(
+            self._tokenizer,
+            request.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        stops = StopStrings(tuple(params.stop), include=params.include_stop_str_in_output)
+        return TextStream(detokenizer, stops)

@@ -1,0 +1,91 @@
+"""Whether a request can be served at all, decided before anything is allocated for it."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybrid_jax.engine.cache_manager import CacheManager
+from hybrid_jax.engine.types import Request
+from hybrid_jax.errors import InvalidRequest
+from hybrid_jax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from hybrid_jax.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class RequestValidator:
+    """The limits of one engine."""
+
+    config: "EngineConfig"
+    vocab_size: int
+    cache: CacheManager
+    has_tokenizer: bool
+    logits_processors: Collection[str] = ()
+
+    def check(self, request: Request) -> int:
+        """The request's max_tokens, clamped to what fits into max_model_len.
+
+        Raises:
+            InvalidRequest: the request can never be served; says which value and what to do.
+        """
+        self._check_prompt(request.prompt_token_ids)
+        self._check_params(request.params)
+        prompt = len(request.prompt_token_ids)
+        max_tokens = min(request.params.max_tokens, self.config.max_model_len - prompt)
+        # The last token is sampled but never fed, so it needs no room in the caches.
+        shortage = self.cache.shortage(prompt + max_tokens - 1)
+        if shortage:
+            raise InvalidRequest(
+                f"{prompt} prompt tokens and {max_tokens} new ones need {shortage}; "
+                "shorten the prompt, lower max_tokens or raise num_pages"
+            )
+        return max_tokens
+
+    def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
+        limit = self.config.max_model_len
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty; give at least one token")
+        if len(token_ids) > limit - 1:
+            raise InvalidRequest(
+                f"the prompt has {len(token_ids)} tokens but max_model_len is {limit}, which leaves "
+                f"{limit - 1} for it; shorten it or raise max_model_len"
+            )
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.vocab_size:
+            raise InvalidRequest(
+                f"token id {low if low < 0 else high} is outside the vocabulary "
+                f"[0, {self.vocab_size}); encode the prompt with this model's tokenizer"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
+            raise InvalidRequest(
+                f"logprobs is {params.logprobs} but max_logprobs is {self.config.max_logprobs}; "
+                "ask for fewer or raise max_logprobs"
+            )
+        if len(params.logit_bias) > self.config.max_logit_bias:
+            raise InvalidRequest(
+                f"logit_bias has {len(params.logit_bias)} entries but max_logit_bias is "
+                f"{self.config.max_logit_bias}; send fewer or raise max_logit_bias"
+            )
+        for name, ids in (
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            if ids and max(ids) >= self.vocab_size:
+                raise InvalidRequest(
+                    f"{name} names token {max(ids)} but the vocabulary has {self.vocab_size}; "
+                    "leave it out"
+                )
+        for name in params.logits_processors:
+            if name not in self.logits_processors:
+                known = ", ".join(sorted(self.logits_processors)) or "none"
+                raise InvalidRequest(
+                    f"logits processor {name!r} is not registered with the engine; known: {known}"
+                )
+        if params.stop and not (self.has_tokenizer and params.detokenize):
+            raise InvalidRequest(
+                f"stop strings {list(params.stop)} need text, and this request makes none; use "
+                "stop_token_ids, or a model with a tokenizer and detokenize=True"
+            )

@@ -1,0 +1,98 @@
+"""From logical axis names to shardings over a one-dimensional mesh."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from hybrid_jax.config import ModelConfig
+from hybrid_jax.specs import AttentionSpec, CacheSpec, LayerSpec, MLPSpec, StateSpec
+
+AXIS = "tensor"
+
+
+def make_mesh(tensor_parallel_size: int) -> jax.sharding.Mesh | None:
+    """A mesh over the first devices; None for one device.
+
+    Raises:
+        ValueError: there are fewer devices than asked for.
+    """
+    if tensor_parallel_size == 1:
+        return None
+    devices = jax.devices()
+    if tensor_parallel_size > len(devices):
+        raise ValueError(
+            f"tensor_parallel_size {tensor_parallel_size} needs as many devices but there are "
+            f"{len(devices)}; on CPU set XLA_FLAGS=--xla_force_host_platform_device_count="
+            f"{tensor_parallel_size}"
+        )
+    return jax.sharding.Mesh(np.array(devices[:tensor_parallel_size]), (AXIS,))
+
+
+@dataclass(frozen=True)
+class Partitioner:
+    """Cuts an axis over the mesh when the units it is made of (heads, experts, ...) divide evenly.
+
+    Axes that do not divide are replicated: every device computes all of them, which is exact.
+    """
+
+    model: ModelConfig
+    mesh: jax.sharding.Mesh
+
+    def parameter(self, path: str, axes: tuple[str | None, ...]) -> NamedSharding:
+        """The sharding of a parameter with logical `axes`."""
+        units = {"vocab": self.model.vocab_size}
+        if path.startswith("layers."):
+            units |= layer_units(self.model.layers[int(path.split(".")[1])])
+            if ".shared_expert." in path:
+                units["ffn"] = _shared_size(self.model.layers[int(path.split(".")[1])])
+        return self._sharding(axes, units)
+
+    def cache(self, spec: CacheSpec, axes: tuple[str | None, ...]) -> NamedSharding:
+        """The sharding of a cache array of a layer with `spec`."""
+        if isinstance(spec, StateSpec):
+            heads = {a.name: a.shape[0] for a in spec.arrays}["recurrent"]
+            return self._sharding(axes, {"value_heads": heads})
+        return self._sharding(axes, {"kv_heads": spec.num_kv_heads})
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """On every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def refusals(self) -> list[str]:
+        """One line for each axis that is replicated because it does not divide."""
+        size, seen = self.mesh.size, {}
+        for layer in self.model.layers:
+            for name, count in layer_units(layer).items():
+                if count % size:
+                    seen[f"{count} {name} do not divide by {size}: replicated"] = None
+        if self.model.vocab_size % size:
+            seen[f"{self.model.vocab_size} vocab do not divide by {size}: replicated"] = None
+        return list(seen)
+
+    def _sharding(self, axes: tuple[str | None, ...], units: dict[str, int]) -> NamedSharding:
+        size = self.mesh.size
+        cut = [AXIS if axis in units and units[axis] % size == 0 else None for axis in axes]
+        return NamedSharding(self.mesh, PartitionSpec(*cut))
+
+
+def layer_units(layer: LayerSpec) -> dict[str, int]:
+    """How many units each logical axis of a layer has."""
+    units: dict[str, int] = {}
+    if isinstance(layer.mixer, AttentionSpec):
+        units |= {"heads": layer.mixer.num_heads, "kv_heads": layer.mixer.num_kv_heads}
+    else:
+        units["value_heads"] = layer.mixer.num_v_heads
+    if isinstance(layer.ffn, MLPSpec):
+        units["ffn"] = layer.ffn.intermediate_size
+    else:
+        units["experts"] = layer.ffn.num_experts
+    return units
+
+
+def _shared_size(layer: LayerSpec) -> int:
+    return getattr(layer.ffn, "shared_intermediate_size", 0)
+
+

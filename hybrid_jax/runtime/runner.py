@@ -1,0 +1,147 @@
+"""Owns what is on the device: parameters, the carry and the compiled step."""
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import jax
+
+from hybrid_jax.cache.arrays import CacheSizes
+from hybrid_jax.cache.plan import CachePlan, plan_caches
+from hybrid_jax.config import EngineConfig, ModelConfig
+from hybrid_jax.loading import LoadedModel
+from hybrid_jax.runtime.batch import StepBatch, StepOutput
+from hybrid_jax.runtime.mesh import Partitioner, make_mesh
+from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingRows, SamplingTable
+from hybrid_jax.runtime.step import StepSpec, init_carry, jit_step, make_step
+from hybrid_jax.specs import CacheGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """Runs steps of one model.
+
+    Args:
+        model: parameters, already placed on the mesh's devices if there is one.
+        config: not yet resolved.
+        processors: named logits processors, compiled into the step.
+        plan: cache sizes; planned from `config` when absent.
+        fill: what fresh caches hold; tests use NaN.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        *,
+        processors: Mapping[str, LogitsProcessor] | None = None,
+        plan: CachePlan | None = None,
+        fill: float = 0.0,
+    ) -> None:
+        processors = processors or {}
+        self._config = config.resolve(model.config)
+        self._model = model
+        self._fill = fill
+        mesh = make_mesh(self._config.tensor_parallel_size)
+        self._partitioner = Partitioner(model.config, mesh) if mesh is not None else None
+        for line in self._partitioner.refusals() if self._partitioner else ():
+            logger.info("tensor parallelism: %s", line)
+        if self._config.compilation_cache:
+            enable_compilation_cache()
+        self._plan = plan or plan_caches(model.config, self._config, model.dtype)
+        self.sampling_rows = SamplingRows(
+            self._config.max_num_seqs,
+            max_logit_bias=self._config.max_logit_bias,
+            processors=tuple(processors),
+            sharding=self._partitioner.replicated if self._partitioner else None,
+        )
+        paths = tuple(sorted(model.params))
+        self._leaves = tuple(model.params[path] for path in paths)
+        spec = StepSpec(
+            model.graph,
+            paths,
+            self._plan.groups,
+            self._config.max_logprobs,
+            tuple(processors.values()),
+        )
+        self._num_traces = 0
+        self._carry = self._fresh_carry()
+        self._step = jit_step(
+            make_step(spec, self._count_trace),
+            self._carry,
+            eager=self._config.enforce_eager,
+            sharded=self._partitioner is not None,
+        )
+
+    @property
+    def config(self) -> EngineConfig:
+        """The resolved configuration."""
+        return self._config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model that runs."""
+        return self._model.config
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Cache groups, in the order of `StepBatch.tables`."""
+        return self._plan.groups
+
+    @property
+    def sizes(self) -> CacheSizes:
+        """Pages or slots per cache group."""
+        return self._plan.sizes
+
+    @property
+    def plan(self) -> CachePlan:
+        """Groups, sizes and their bytes."""
+        return self._plan
+
+    @property
+    def num_compiles(self) -> int:
+        """Steps traced so far: one per bucket used, when jitted."""
+        return self._num_traces
+
+    def step(self, batch: StepBatch, sampling: SamplingTable) -> StepOutput:
+        """Launches one step and returns without waiting for its results."""
+        output, self._carry = self._step(self._leaves, self._carry, batch, sampling)
+        return output
+
+    def reset(self) -> None:
+        """Makes fresh caches after a step that failed, whatever happened to the old ones."""
+        self._carry = self._fresh_carry()
+
+    def warmup(self, batches: Iterable[StepBatch]) -> None:
+        """Compiles the bucket of each of `batches`, which must hold padding only."""
+        start = time.monotonic()
+        for batch in batches:
+            output = self.step(batch, self.sampling_rows.device())
+        jax.block_until_ready(output)
+        logger.info(
+            "compiled %d steps in %.1f s", self._num_traces, time.monotonic() - start
+        )
+
+    def _fresh_carry(self):  # noqa: ANN202
+        return init_carry(
+            self._plan.groups,
+            self._plan.sizes,
+            self._config,
+            fill=self._fill,
+            partitioner=self._partitioner,
+        )
+
+    def _count_trace(self) -> None:
+        self._num_traces += 1
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled steps across starts, in JAX's cache directory if the user set one."""
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    jax.config.update("jax_compilation_cache_dir", str(Path(root) / "hybrid-jax" / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

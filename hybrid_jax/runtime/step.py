@@ -1,0 +1,171 @@
+"""The compiled step: one ragged batch through the model, one sampled token per row."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hybrid_jax.cache.arrays import (
+    CacheSizes,
+    LayerCache,
+    PagedCache,
+    StateCache,
+    cache_axes,
+    cache_shapes,
+    layer_specs,
+)
+from hybrid_jax.config import EngineConfig
+from hybrid_jax.layers.context import StepContext
+from hybrid_jax.models.decoder import bind
+from hybrid_jax.runtime.batch import Carry, StateSlots, StepBatch, StepOutput
+from hybrid_jax.runtime.mesh import Partitioner
+from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable, sample
+from hybrid_jax.specs import CacheGroup, StateSpec
+
+Leaves = tuple[jax.Array, ...]
+StepFunction = Callable[[Leaves, Carry, StepBatch, SamplingTable], tuple[StepOutput, Carry]]
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """Everything static that a step is built from.
+
+    `paths` names the parameter leaves in order: the step takes them as a flat tuple, which XLA
+    dispatches several times faster than a nested state.
+    """
+
+    graph: Any
+    paths: tuple[str, ...]
+    groups: tuple[CacheGroup, ...]
+    max_logprobs: int
+    processors: tuple[LogitsProcessor, ...] = ()
+
+
+def init_carry(
+    groups: tuple[CacheGroup, ...],
+    sizes: CacheSizes,
+    config: EngineConfig,
+    *,
+    fill: float = 0.0,
+    partitioner: Partitioner | None = None,
+) -> Carry:
+    """Fresh caches, owners, rows and histories. `config` is resolved.
+
+    Args:
+        groups: cache groups. sizes: pages or slots of each.
+        fill: what caches hold before anything is written; tests use NaN.
+        partitioner: cuts the caches over a mesh.
+    """
+
+    def make(shape: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], spec: Any) -> jax.Array:
+        sharding = partitioner.cache(spec, axes) if partitioner else None
+        return jnp.full(shape.shape, fill, shape.dtype, device=sharding)
+
+    caches: list[LayerCache] = []
+    for group, spec in layer_specs(groups):
+        shapes = cache_shapes(spec, sizes.counts[group], sizes.page_size)
+        axes = cache_axes(spec)
+        if isinstance(shapes, PagedCache):
+            caches.append(PagedCache(make(shapes.pages, axes.pages, spec)))
+        else:
+            caches.append(
+                StateCache(
+                    make(shapes.conv, axes.conv, spec),
+                    make(shapes.recurrent, axes.recurrent, spec),
+                )
+            )
+    zeros = lambda *shape: jnp.zeros(  # noqa: E731
+        shape, jnp.int32, device=partitioner.replicated if partitioner else None
+    )
+    rows = config.max_num_seqs + 1
+    owners = tuple(
+        zeros(count)
+        for group, count in zip(groups, sizes.counts, strict=True)
+        if isinstance(group.spec, StateSpec)
+    )
+    return Carry(tuple(caches), owners, zeros(rows), zeros(rows, config.max_model_len))
+
+
+def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> StepFunction:
+    """The step as a pure function of (leaves, carry, batch, sampling); not yet jitted.
+
+    `on_trace` is called each time JAX traces it: once per bucket.
+    """
+    group_of_layer = [group for group, _ in layer_specs(spec.groups)]
+
+    def step(
+        leaves: Leaves, carry: Carry, batch: StepBatch, sampling: SamplingTable
+    ) -> tuple[StepOutput, Carry]:
+        on_trace()
+        model = bind(spec.graph, dict(zip(spec.paths, leaves, strict=True)))
+        ragged = batch.ragged
+        num_tokens = batch.token_ids.shape[0]
+        rows = jnp.minimum(ragged.token_rows(num_tokens), ragged.num_rows_padded)
+        row_of_token = jnp.append(batch.row_ids, jnp.int32(0))[rows]
+        tokens = jnp.where(batch.token_ids < 0, carry.last_token[row_of_token], batch.token_ids)
+        history = carry.history.at[row_of_token, batch.positions].set(tokens)
+        tables = tuple(batch.tables[group] for group in group_of_layer)
+        hidden, caches = model(
+            tokens, batch.positions, carry.caches, tables, StepContext(ragged, {})
+        )
+        last = hidden[jnp.maximum(batch.query_start_loc[1:] - 1, 0)]
+        logits = model.logits(last)
+        with jax.named_scope("sample"):
+            sampled = sample(
+                logits,
+                sampling,
+                batch.row_ids,
+                batch.seq_lens,
+                history,
+                max_logprobs=spec.max_logprobs,
+                processors=spec.processors,
+            )
+        owner_ok, owners = check_owners(carry.owners, batch)
+        output = StepOutput(
+            tokens=sampled.tokens,
+            logprob=sampled.logprob,
+            top_ids=sampled.top_ids,
+            top_logprobs=sampled.top_logprobs,
+            # Logits are a linear map of finite weights: they are finite when `last` is.
+            finite=jnp.all(jnp.isfinite(last), axis=-1),
+            owner_ok=owner_ok,
+        )
+        last_token = carry.last_token.at[batch.row_ids].set(sampled.tokens)
+        return output, Carry(caches, owners, last_token, history)
+
+    return step
+
+
+def check_owners(
+    owners: Sequence[jax.Array], batch: StepBatch
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Compares the owner of every state row read with the expected one, and writes new owners.
+
+    Returns:
+        bool[S] whether all reads of the row were of its own state, and the updated owners.
+    """
+    ok = jnp.ones(batch.seq_lens.shape, jnp.bool_)
+    has_state = batch.ragged.has_state
+    updated = []
+    slots = [table for table in batch.tables if isinstance(table, StateSlots)]
+    for owner, table in zip(owners, slots, strict=True):
+        ok &= ~has_state | (owner[table.read] == table.read_owner)
+        updated.append(owner.at[table.write].set(table.write_owner))
+    return ok, tuple(updated)
+
+
+def jit_step(step: StepFunction, carry: Carry, *, eager: bool, sharded: bool) -> StepFunction:
+    """Compiles the step, donating the carry; `eager` returns it as it is, for debugging."""
+    if eager:
+        return step
+    options: dict[str, Any] = {}
+    if jax.default_backend() == "cpu":
+        # Without it XLA:CPU copies whole page pools around the in-place updates.
+        options["compiler_options"] = {"xla_cpu_copy_insertion_use_region_analysis": True}
+    if sharded:
+        # Pins the carry to the shardings it came with, so that the next step finds it there.
+        shardings = jax.tree.map(lambda array: array.sharding, carry)
+        options["out_shardings"] = (None, shardings)
+    return jax.jit(step, donate_argnums=1, **options)
