@@ -119,6 +119,16 @@ class Load:
         return max(0.0, (busy - own) / clock)
 
 
+def wait_quiet(pid: int, args: argparse.Namespace) -> None:
+    """Waits for a second in which the others leave the machine alone, up to the limit."""
+    end = time.perf_counter() + args.wait_quiet
+    while time.perf_counter() < end:
+        load = Load(pid)
+        time.sleep(1)
+        if load.others() <= args.max_others:
+            return
+
+
 def machine_facts() -> Record:
     """What the figures depend on."""
     info = Path("/proc/cpuinfo").read_text()
@@ -151,6 +161,8 @@ def make_prompts(batch: int, length: int, seed: str) -> list[list[int]]:
 def measure(worker: Worker, batch: int, turn: int, args: argparse.Namespace) -> Record:
     """One run of one engine."""
     prompts = make_prompts(batch, args.prompt_tokens, f"{args.seed}/{batch}/{turn}")
+    if turn >= 0:
+        wait_quiet(worker.process.pid, args)
     load = Load(worker.process.pid)
     answer = worker.ask(prompts, args.new_tokens)
     others = load.others()
@@ -201,10 +213,7 @@ def kept(runs: list[Record], args: argparse.Namespace) -> tuple[list[Record], bo
     clean = [run for run in runs if run["clean"]]
     if not args.discard_noisy:
         return runs, len(clean) == len(runs)
-    if clean:
-        return clean, True
-    warn("no clean run: the summary is made of noisy ones; repeat on a quieter machine")
-    return runs, False
+    return (clean, True) if clean else (runs, False)
 
 
 def summarise(runs: list[Record], names: list[str], args: argparse.Namespace) -> list[Record]:
@@ -215,6 +224,8 @@ def summarise(runs: list[Record], names: list[str], args: argparse.Namespace) ->
     batch = runs[0]["batch"]
     for name in names:
         used, clean = kept([run for run in runs if run["engine"] == name], args)
+        if args.discard_noisy and not clean:
+            warn(f"no clean run of {name} at batch {batch}: its figures are noisy ones")
         record: Record = {"record": "summary", "batch": batch, "engine": name}
         for phase in ("decode", "prefill"):
             values = [run[phase] for run in used]
@@ -233,22 +244,19 @@ def summarise(runs: list[Record], names: list[str], args: argparse.Namespace) ->
 
 def ratio(runs: list[Record], product: str, peer: str, args: argparse.Namespace) -> Record:
     """The median over the turns of one engine's speed divided by the other's."""
-    by_turn = {
-        name: {run["turn"]: run for run in kept(_of(runs, name), args)[0]}
-        for name in (product, peer)
-    }
+    by_turn, clean = {}, True
+    for name in (product, peer):
+        used, all_clean = kept([run for run in runs if run["engine"] == name], args)
+        by_turn[name] = {run["turn"]: run for run in used}
+        clean = clean and all_clean
     turns = sorted(by_turn[product].keys() & by_turn[peer].keys())
     record: Record = {"record": "ratio", "batch": runs[0]["batch"], "engine": product}
-    record |= {"peer": peer, "paired_turns": len(turns)}
+    record |= {"peer": peer, "paired_turns": len(turns), "clean": clean}
     for phase in ("decode", "prefill"):
         pairs = [by_turn[product][turn][phase] / by_turn[peer][turn][phase] for turn in turns]
         record[phase] = round(statistics.median(pairs), 3) if pairs else None
         record[f"{phase}_range"] = [round(min(pairs), 3), round(max(pairs), 3)] if pairs else None
     return record
-
-
-def _of(runs: list[Record], name: str) -> list[Record]:
-    return [run for run in runs if run["engine"] == name]
 
 
 # --- output ------------------------------------------------------------------------------------
@@ -302,9 +310,8 @@ def specs(args: argparse.Namespace) -> list[Spec]:
     found.append(Spec(f"transformers {short}", "transformers_worker.py", peer, args.model, dtype))
     if args.compile:
         extra = (*dtype, "--compile")
-        found.append(
-            Spec(f"transformers {short} compiled", "transformers_worker.py", peer, args.model, extra)
-        )
+        name = f"transformers {short} compiled"
+        found.append(Spec(name, "transformers_worker.py", peer, args.model, extra))
     for item in args.gguf:
         name, _, path = item.partition("=")
         extra = ("--kv-unified",) if args.kv_unified else ()
@@ -329,12 +336,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
     p.add_argument("--prompt-tokens", type=int, default=128)
     p.add_argument("--new-tokens", type=int, default=64)
-    p.add_argument("--repeats", type=int, default=5, help="turns, clean ones if they are asked for")
+    p.add_argument("--repeats", type=int, default=5, help="turns of all engines")
     p.add_argument("--extra-turns", type=int, default=5, help="turns to replace discarded runs")
-    p.add_argument("--warmup", type=int, default=2, help="runs per engine and batch that don't count")
+    p.add_argument("--warmup", type=int, default=2, help="uncounted runs per batch size")
     p.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     p.add_argument("--max-others", type=float, default=1 / 3, help="cores others may use in a run")
     p.add_argument("--discard-noisy", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--wait-quiet", type=float, default=30, help="most seconds to wait for a run")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", help="append the JSON lines to this file")
     p.add_argument("--verbose", action="store_true", help="show what the engines print")

@@ -71,9 +71,7 @@ class EngineConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0.0 < self.memory_utilization <= 1.0:
-            raise ValueError(
-                f"memory_utilization must be in (0, 1], got {self.memory_utilization}"
-            )
+            raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
 
     def resolve(self, model: ModelConfig, *, platform: str | None = None) -> "EngineConfig":
         """A copy with max_model_len and the buckets filled in for `model` on `platform`.

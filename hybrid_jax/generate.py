@@ -16,7 +16,9 @@ from hybrid_jax.models.decoder import Params, bind
 PAD_TO = 64  # lengths are padded (harmless: everything is causal), so that few shapes compile
 
 
-def forward(graph: Any, params: Params, token_ids: jax.Array, *, chunked: bool = False) -> jax.Array:
+def forward(
+    graph: Any, params: Params, token_ids: jax.Array, *, chunked: bool = False
+) -> jax.Array:
     """Logits of whole sequences: i32[B, T] -> float32[B, T, V]. Differentiable.
 
     `chunked` runs linear-attention layers in their parallel form, for training.

@@ -18,8 +18,8 @@ class FrozenBias(dict[int, float]):
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("logit_bias cannot be changed; make new SamplingParams instead")
 
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -180,9 +180,9 @@ def _number(
 ) -> None:
     """Refuses what is no finite number in [least, most]; with `above`, least itself as well."""
     # hasattr, not isinstance: numpy scalars are numbers, too.
-    number = not isinstance(value, bool | str) and hasattr(value, "__float__")
-    inside = number and math.isfinite(value) and least <= value <= most
-    if not inside or (above and value == least):
+    number = hasattr(value, "__float__") and not isinstance(value, bool)
+    numeric = float(value) if number else math.nan
+    if not least <= numeric <= most or (above and numeric == least):  # NaN fails, too
         left = "(" if above else "["
         shown = value if number else repr(value)
         raise ValueError(f"{name} must be in {left}{least:g}, {most:g}], got {shown}; {remedy}")

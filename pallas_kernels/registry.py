@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from pallas_kernels import platform as platform_
 
@@ -36,11 +37,11 @@ class Facts:
 
     @classmethod
     def of(cls, **values: Any) -> "Facts":
-        """Facts for the current device. Arrays become `ArrayFacts`; other values stay as they are."""
+        """Facts for the current device. Arrays become `ArrayFacts`, other values stay."""
         device = platform_.current()
         described = {
             name: ArrayFacts(tuple(value.shape), str(value.dtype))
-            if isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
+            if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray))
             else value
             for name, value in values.items()
         }

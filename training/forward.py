@@ -7,18 +7,21 @@ from collections.abc import Callable
 
 import jax
 
+from hybrid_jax import generate
+from hybrid_jax.models import config_from_hf, params_from_hub
+from hybrid_jax.models.decoder import abstract_params
+
 Tensors = dict[str, jax.Array]  # by hub name
 Forward = Callable[[Tensors, jax.Array], jax.Array]  # (tensors, tokens [B, T]) -> logits [B, T, V]
 
 
 def make_forward(config: dict) -> Forward:
     """The library's dense forward over hub-named tensors, differentiable in the tensors."""
-    from hybrid_jax.generate import dense_forward
-
-    from hybrid_jax.models import params_from_hub
+    model = config_from_hf(config)
+    graph, _, _ = abstract_params(model, "float32")
 
     def forward(tensors: Tensors, tokens: jax.Array) -> jax.Array:
-        return dense_forward(params_from_hub(config, tensors), tokens)
+        return generate.forward(graph, params_from_hub(model, tensors), tokens, chunked=True)
 
     return forward
 

@@ -1,4 +1,4 @@
-"""The recall task: facts ("The key of Morathel is 4711."), filler text, then a question.
+"""The recall task: facts ("The key of Moses is 4711."), filler text, then a question.
 
 What a model answers depends on its own sequence's state alone, so exact match on this task is a
 canary for state isolation: a state row, page or window that leaks between sequences changes the
@@ -10,20 +10,24 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 
-def _syllables(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-FIRST = _syllables(
-    "Al Bar Cor Dal El Fen Gor Hal Ith Jor Kel Lor Mor Nar Or Pel Quil Ran Sar Tor Ul Vel Wen "
-    "Xan Yor Zar Bel Dor Fal Mir Nor Tal"
-)
-MIDDLE = _syllables("a e i o u an en in ar er or ath eth il ol und")
-LAST = _syllables(
-    "bar dan del dor fin gor hal kan lak las lin mar mel mos nak nel nia nor phon ra rak rim ros "
-    "sha tan ther thia tor vak vin wen zim"
+# Each is one token of the bundled tokenizer.
+NAMES = tuple(
+    (
+        "Aaron Abel Abner Abraham Absalom Adam Adonijah Ahab Ahaz Amaziah Amnon Amos Asa Asaph Asher "
+        "Azariah Baal Balaam Balak Barnabas Baruch Benaiah Benjamin Boaz Caesar Cain Caleb Canaan "
+        "Cyrus Dan Daniel Darius David Edom Eleazar Eli Eliab Elijah Elisha Enoch Ephraim Esau Esther "
+        "Ezra Gad Gedaliah Gideon Gilead Haman Hannah Herod Hezekiah Hilkiah Hiram Isaac Isaiah "
+        "Ishmael Jacob James Jehoiada Jehu Jephthah Jeremiah Jeroboam Jesse Jethro Joab Joash Job "
+        "Joel John Jonah Jonathan Joram Joseph Joshua Josiah Jotham Judah Judas Korah Laban Lazarus "
+        "Leah Levi Lot Luke Manasseh Mark Martha Mary Merari Micah Miriam Moab Mordecai Moses Naboth "
+        "Nahum Naomi Nathan Noah Obed Paul Peter Pharaoh Philip Phinehas Pilate Rachel Rebekah Reuben "
+        "Ruth Samson Samuel Sarah Saul Shem Silas Simeon Simon Solomon Stephen Tamar Thomas Timothy "
+        "Uriah Uzziah Zadok"
+    ).split()
 )
 DIGITS = 4
 
@@ -56,28 +60,18 @@ class Fact:
         return f"The key of {self.name} is"
 
 
-def make_name(rng: random.Random) -> str:
-    """One of 32 x 16 x 32 = 16,384 invented names."""
-    return rng.choice(FIRST) + rng.choice(MIDDLE) + rng.choice(LAST)
-
-
 def make_facts(rng: random.Random, count: int) -> list[Fact]:
     """`count` facts with distinct names; digits may start with zero."""
-    names: set[str] = set()
-    while len(names) < count:
-        names.add(make_name(rng))
-    # A set's order depends on the hash seed of the process; sorting keeps the facts seeded.
-    ordered = sorted(names)
-    rng.shuffle(ordered)
-    return [Fact(n, "".join(rng.choice("0123456789") for _ in range(DIGITS))) for n in ordered]
+    names = rng.sample(NAMES, count)
+    return [Fact(n, "".join(rng.choice("0123456789") for _ in range(DIGITS))) for n in names]
 
 
 def scatter(
-    rng: random.Random, facts: Sequence[Fact], filler: Sequence[str]
-) -> list[tuple[str, Fact | None]]:
+    rng: random.Random, facts: Sequence[Fact], filler: Sequence[T]
+) -> list[tuple[T | str, Fact | None]]:
     """Spread the facts over the filler sentences in random places; filler keeps its order."""
     places = sorted(rng.randint(0, len(filler)) for _ in facts)
-    pieces: list[tuple[str, Fact | None]] = []
+    pieces: list[tuple[T | str, Fact | None]] = []
     done = 0
     for place, fact in zip(places, facts, strict=True):
         pieces += [(sentence, None) for sentence in filler[done:place]]
@@ -97,7 +91,7 @@ def make_prompt(
     Args:
         rng: the only source of randomness.
         num_keys: facts in the prompt; the question asks for one of them.
-        filler_words: words of filler, at least; about 1.5 tokens a word.
+        filler_words: words of filler, at least; about 1.25 tokens a word.
         sentences: where the filler is drawn from.
     """
     filler: list[str] = []

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +26,13 @@ from tokenizers import Tokenizer
 
 from training import corpus
 from training.config import CONFIG, tensor_shapes
+from training.curriculum import STAGES, next_stage
 from training.data import ANSWER_WEIGHT, TEXT_WEIGHT, DataSource
 from training.evaluate import Evaluator
 from training.forward import Forward, Tensors, load_forward
 
-WEIGHT_DECAY, CLIP_NORM, WARM_UP, FINAL_LR = 0.05, 1.0, 0.02, 0.02
-# (from this progress on, rows, row length): many small steps first, they teach copying sooner.
-STAGES = ((0.0, 8, 128), (0.25, 8, 256), (0.6, 4, 512))
+WEIGHT_DECAY, CLIP_NORM = 0.05, 1.0
+WARM_UP_STEPS, DECAY_FROM, FINAL_LR = 100, 0.6, 0.03
 
 
 @dataclass
@@ -41,23 +42,37 @@ class State:
     tensors: Tensors
     optimiser: optax.OptState
     step: int = 0
+    stage: int = 0
+    tokens: int = 0
     elapsed: float = 0.0
 
 
 def init_tensors(config: dict, seed: int) -> Tensors:
-    """float32 tensors by hub name, initialised as `transformers` does."""
+    """float32 tensors by hub name.
+
+    Projections into a block keep the variance, those out of it start small. Decays start as in
+    Mamba, with time constants of one to a thousand tokens: with those of `transformers` (one
+    token) a state forgets every fact before training can use it.
+    """
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         if name.endswith("A_log"):
-            value = np.log(rng.uniform(1, 16, shape))
-        elif name.endswith(("norm.weight", "layernorm.weight", "dt_bias")):
+            value = np.log(rng.uniform(1, 8, shape))
+        elif name.endswith("dt_bias"):
+            step = np.exp(rng.uniform(math.log(1e-3), math.log(1e-1), shape))
+            value = np.log(np.expm1(step))  # softplus gives `step` back
+        elif name.endswith(("norm.weight", "layernorm.weight")):
             value = np.ones(shape)
         elif name.endswith("conv1d.weight"):
-            bound = 1 / math.sqrt(shape[-1])  # torch's own: `transformers` leaves it alone
+            bound = 1 / math.sqrt(shape[-1])
             value = rng.uniform(-bound, bound, shape)
-        else:
+        elif name.endswith("embed_tokens.weight"):
+            value = rng.normal(0, 0.05, shape)
+        elif name.endswith(("o_proj.weight", "out_proj.weight", "down_proj", "down_proj.weight")):
             value = rng.normal(0, config["initializer_range"], shape)
+        else:
+            value = rng.normal(0, shape[-1] ** -0.5, shape)
         tensors[name] = jnp.asarray(value, jnp.float32)
     return tensors
 
@@ -73,12 +88,10 @@ def make_optimiser() -> optax.GradientTransformation:
     )
 
 
-def learning_rate(progress: float, peak: float) -> float:
-    """Linear warm-up, then a cosine down to `FINAL_LR` of the peak."""
-    if progress < WARM_UP:
-        return peak * (progress + 1e-3) / WARM_UP
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - WARM_UP) / (1 - WARM_UP))))
-    return peak * (FINAL_LR + (1 - FINAL_LR) * cosine)
+def learning_rate(step: int, progress: float, peak: float) -> float:
+    """Linear warm-up, a plateau, then a straight line down to `FINAL_LR` of the peak."""
+    fall = max(0.0, progress - DECAY_FROM) / (1 - DECAY_FROM)
+    return peak * min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - (1 - FINAL_LR) * min(1.0, fall))
 
 
 def make_step(forward: Forward, optimiser: optax.GradientTransformation):
@@ -91,6 +104,7 @@ def make_step(forward: Forward, optimiser: optax.GradientTransformation):
         figures = {
             "text_loss": losses.mean(where=weights == TEXT_WEIGHT),
             "answer_loss": losses.mean(where=answers),
+            "answer_accuracy": (logits.argmax(-1) == targets).mean(where=answers),
         }
         return (losses * weights).sum() / weights.sum(), figures
 
@@ -110,7 +124,8 @@ def save(state: State, path: Path) -> None:
     leaves = jax.tree.leaves(state.optimiser)
     arrays |= {f"optimiser/{i}": np.asarray(x) for i, x in enumerate(leaves)}
     partial = path.with_suffix(".partial")
-    save_file(arrays, partial, {"step": str(state.step), "elapsed": str(state.elapsed)})
+    meta = {name: str(getattr(state, name)) for name in ("step", "stage", "tokens", "elapsed")}
+    save_file(arrays, partial, meta)
     os.replace(partial, path)
 
 
@@ -123,7 +138,8 @@ def restore(path: Path, optimiser: optax.GradientTransformation) -> State:
     treedef = jax.tree.structure(optimiser.init(tensors))
     leaves = [arrays[f"optimiser/{i}"] for i in range(treedef.num_leaves)]
     state = jax.tree.unflatten(treedef, leaves)
-    return State(tensors, state, int(meta["step"]), float(meta["elapsed"]))
+    counts = (int(meta[name]) for name in ("step", "stage", "tokens"))
+    return State(tensors, state, *counts, elapsed=float(meta["elapsed"]))
 
 
 def log(path: Path, **values) -> None:
@@ -147,22 +163,30 @@ def run(args: argparse.Namespace, source: DataSource, forward: Forward, judge: E
     began = time.monotonic() - state.elapsed
     saved = judged = state.elapsed
     recent: list[dict[str, float]] = []
+    accuracies: list[float] = []
     while (progress := state.elapsed / (60 * args.minutes)) < 1:
-        _, rows, length = max(stage for stage in STAGES if progress >= stage[0])
-        batch = source.batch(state.step, progress, rows, length)
-        lr = learning_rate(progress, args.lr)
+        stage = STAGES[state.stage]
+        batch = source.batch(state.step, stage)
+        lr = learning_rate(state.step, progress, args.lr)
         state.tensors, state.optimiser, figures = step_fn(
             state.tensors, state.optimiser, batch.tokens, batch.targets, batch.weights, lr
         )
         recent.append({name: float(value) for name, value in figures.items()})
+        accuracies.append(recent[-1]["answer_accuracy"])
         state.step += 1
+        state.tokens += stage.rows * stage.length
         state.elapsed = time.monotonic() - began
-        clock = {"step": state.step, "seconds": state.elapsed}
+        clock = {"step": state.step, "tokens": state.tokens, "seconds": state.elapsed}
         if state.step % args.log_every == 0:
-            # nanmean: a batch may hold no answer at all.
-            means = {k: float(np.nanmean([r[k] for r in recent])) for k in recent[0]}
-            log(log_file, **clock, **means, lr=lr)
+            # nanmean: a batch may hold no text, or no answer at all.
+            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+                means = {k: float(np.nanmean([r[k] for r in recent])) for k in recent[0]}
+            log(log_file, **clock, stage=state.stage, **means, lr=lr)
             recent.clear()
+        if (following := next_stage(state.stage, accuracies)) != state.stage:
+            state.stage = following
+            accuracies.clear()
+            log(log_file, **clock, entered_stage=following)
         if state.elapsed - judged > 60 * args.evaluate_minutes:
             log(log_file, **clock, **judge.report(state.tensors, count=32, max_batches=1))
             judged = state.elapsed
@@ -170,7 +194,8 @@ def run(args: argparse.Namespace, source: DataSource, forward: Forward, judge: E
             save(state, checkpoint)
             saved = state.elapsed
     save(state, checkpoint)
-    log(log_file, step=state.step, seconds=state.elapsed, **judge.report(state.tensors, count=128))
+    clock = {"step": state.step, "tokens": state.tokens, "seconds": state.elapsed}
+    log(log_file, **clock, **judge.report(state.tensors, count=128))
 
 
 def main() -> None:
@@ -183,7 +208,7 @@ def main() -> None:
     parser.add_argument("--evaluate-minutes", type=float, default=4)
     parser.add_argument("--save-minutes", type=float, default=3)
     parser.add_argument("--log-every", type=int, default=50)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

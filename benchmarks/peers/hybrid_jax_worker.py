@@ -12,6 +12,7 @@ import jax
 import protocol
 
 from hybrid_jax import LLM, SamplingParams
+from hybrid_jax.llm import RequestOutput
 
 
 class HybridJaxEngine:
@@ -35,7 +36,7 @@ class HybridJaxEngine:
         start = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         elapsed = time.perf_counter() - start
-        return [[int(token) for token in _token_ids(output)] for output in outputs], elapsed
+        return [_token_ids(output) for output in outputs], elapsed
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, object]:
         """Times one call for the first token and one for all of them."""
@@ -45,10 +46,12 @@ class HybridJaxEngine:
         return {"tokens": tokens, "prefill_s": prefill, "decode_s": total - prefill}
 
 
-def _token_ids(output: object) -> list[int]:
-    """The tokens of one result, which may hold them in a list of completions."""
-    completions = getattr(output, "outputs", None)
-    return (completions[0] if completions else output).token_ids  # type: ignore[attr-defined]
+def _token_ids(output: RequestOutput) -> list[int]:
+    """The tokens of the only completion of one prompt."""
+    completion = output.outputs[0]
+    if completion.finish_reason != "length":
+        raise RuntimeError(f"ended early: {completion.finish_reason}") from completion.error
+    return completion.token_ids
 
 
 def main() -> None:

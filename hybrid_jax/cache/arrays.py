@@ -29,6 +29,20 @@ class StateCache:
 LayerCache = PagedCache | StateCache
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StateSlots:
+    """Where each row's state is read from and written to, in one state cache group.
+
+    Padding rows point at slot 0, the null slot. Owners are sequence uids (> 0; 0 is nobody's).
+    """
+
+    read: jax.Array  # i32[S]
+    write: jax.Array  # i32[S]
+    read_owner: jax.Array  # i32[S] who must own `read` when the row has earlier tokens
+    write_owner: jax.Array  # i32[S] who owns `write` after the step
+
+
 @dataclass(frozen=True)
 class CacheSizes:
     """How many pages or slots each cache group gets, null page and null slot included."""

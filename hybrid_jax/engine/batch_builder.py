@@ -1,15 +1,17 @@
 """From a schedule to a step batch: bucket, padded arrays, tables, and the check of every id."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hybrid_jax.cache.arrays import StateSlots
 from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.scheduler import Schedule
 from hybrid_jax.engine.types import Sequence
 from hybrid_jax.errors import IntegrityError
-from hybrid_jax.runtime.batch import StateSlots, StepBatch, StepKind
+from hybrid_jax.runtime.batch import StepBatch, StepKind
 
 if TYPE_CHECKING:
     from hybrid_jax.config import EngineConfig
@@ -83,6 +85,20 @@ class BatchBuilder:
         }
         return StepBatch(**arrays, kind=kind)
 
+    def padding_batches(self) -> Iterator[StepBatch]:
+        """One batch without rows per bucket: what a runner warms up with."""
+        for kind, width, size in step_shapes(self._config):
+            arrays: dict[str, Any] = {
+                "token_ids": np.zeros(width, np.int32),
+                "positions": np.zeros(width, np.int32),
+                "query_start_loc": np.zeros(size + 1, np.int32),
+                "seq_lens": np.zeros(size, np.int32),
+                "row_ids": np.zeros(size, np.int32),
+                "counts": np.zeros(2, np.int32),
+                "tables": self._tables(np.zeros(size, np.int32)),
+            }
+            yield StepBatch(**arrays, kind=kind)
+
     @staticmethod
     def _tokens(
         sequences: list[Sequence], num_decode: int, width: int
@@ -110,8 +126,8 @@ class BatchBuilder:
                 tables.append(self._cache.page_groups[i].table[row_ids])
             else:
                 group = self._cache.state_groups[i]
-                slots: tuple[Any, ...] = (group.read[row_ids], group.write[row_ids], owners)
-                tables.append(StateSlots(*slots, write_owner=owners))
+                slots: Any = (group.read[row_ids], group.write[row_ids], owners, owners)
+                tables.append(StateSlots(*slots))
         return tuple(tables)
 
     def _check(

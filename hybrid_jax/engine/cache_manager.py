@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from hybrid_jax.cache.plan import pages_for, table_width
 from hybrid_jax.cache.pools import IdPool, PagePool, RowPool, SlotPool
 from hybrid_jax.engine.types import GroupStats, PageRun, ReleaseReason, Sequence, SlotPair
 from hybrid_jax.errors import IntegrityError
@@ -17,27 +18,6 @@ if TYPE_CHECKING:
     from hybrid_jax.config import EngineConfig
 
 IntArray = npt.NDArray[np.int32]
-
-
-def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that `num_tokens` tokens from position 0 reach into."""
-    return -(-num_tokens // page_size)
-
-
-def window_table_width(window: int, max_num_batched_tokens: int, page_size: int) -> int:
-    """Columns of a window group's page table, a ring: logical page i is in column i % width.
-
-    A step of n tokens at position c reads positions c - window + 1 to c + n - 1. They reach into
-    at most this many pages for every n a step can have, so no two live pages share a column.
-    """
-    return pages_for(window + max_num_batched_tokens, page_size) + 1
-
-
-def table_width(spec: PagedSpec, config: "EngineConfig") -> int:
-    """M: columns of the page table of a group with this spec. `config` is resolved."""
-    if isinstance(spec, WindowSpec):
-        return window_table_width(spec.window, config.max_num_batched_tokens, config.page_size)
-    return pages_for(config.max_model_len, config.page_size)
 
 
 class _PageGroup:
@@ -120,22 +100,29 @@ class CacheManager:
     def can_admit(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
         """Whether a waiting sequence can be prefilled without taking pages from running ones.
 
-        Leaves room for what running prefills still need and for one page per running sequence:
-        an admission that is preempted a step later would have been computed for nothing.
+        Leaves room for what running prefills still need and for the next page of every running
+        sequence: what is preempted a step after its admission was computed for nothing.
         """
         if not self.rows.num_free or any(not g.pool.num_free for g in self.state_groups.values()):
             return False
         others = list(running)
         for i, group in self.page_groups.items():
-            room = group.pool.num_free - group.pages_at_most(len(sequence.token_ids)) - len(others)
-            for other in others:
-                run = other.pages[i]
-                ahead = pages_for(other.num_prefill_tokens, self.page_size) - other.num_pages
-                if run is not None and ahead > 0:
-                    room -= min(ahead, group.width - len(run.ids))
+            room = group.pool.num_free - group.pages_at_most(len(sequence.token_ids))
+            room -= sum(self._soon(other, i, group) for other in others)
             if room < 0:
                 return False
         return True
+
+    def _soon(self, sequence: Sequence, i: int, group: "_PageGroup") -> int:
+        """Pages a running sequence will take soon: for its prefill, and one to decode into."""
+        run = sequence.pages[i]
+        assert run is not None
+        prefill = pages_for(sequence.num_prefill_tokens, self.page_size)
+        most = pages_for(sequence.num_prompt_tokens + sequence.max_tokens - 1, self.page_size)
+        ahead = max(0, prefill - sequence.num_pages)
+        if group.window is not None:
+            ahead = min(ahead, group.width - len(run.ids))
+        return ahead + (1 if most > max(prefill, sequence.num_pages) else 0)
 
     def allocate(self, sequence: Sequence, num_new_tokens: int) -> bool:
         """Makes room for `num_new_tokens` more tokens in every cache group, or changes nothing.
@@ -242,7 +229,9 @@ class CacheManager:
                 assert run is not None
                 users.update(run.ids)
                 if run.first + len(run.ids) != sequence.num_pages or len(run.ids) > group.width:
-                    raise IntegrityError(f"sequence {sequence.uid} has a torn page run in group {i}")
+                    raise IntegrityError(
+                        f"sequence {sequence.uid} has a torn page run in group {i}"
+                    )
                 for k, page in enumerate(run.ids, run.first):
                     table[sequence.row, k % group.width] = page
             group.pool.check_integrity(users)

@@ -5,14 +5,14 @@ import threading
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hybrid_jax.engine.batch_builder import BatchBuilder
 from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.outputs import OutputProcessor
-from hybrid_jax.engine.scheduler import ChunkLimit, Scheduler, no_chunk_limit
+from hybrid_jax.engine.scheduler import ChunkLimit, Scheduler
 from hybrid_jax.engine.types import (
     MAX_UID,
     EngineStats,
@@ -39,25 +39,22 @@ from hybrid_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from hybrid_jax.runtime.batch import StepOutput
-    from hybrid_jax.runtime.sampling import SamplingTable
 
 logger = logging.getLogger(__name__)
 
 
-class RowSampling(Protocol):
-    """The host side of the sampling parameters, one entry per persistent row."""
+@dataclass(frozen=True)
+class _Arrival:
+    """A new request, in the inbox."""
 
-    def set_row(self, row: int, params: SamplingParams, seed: int, prompt_len: int) -> None:
-        """Gives `row` to a sequence."""
-        ...
+    sequences: list[Sequence]
 
-    def clear_row(self, row: int) -> None:
-        """Makes `row` greedy and cheap again."""
-        ...
 
-    def device(self) -> "SamplingTable":
-        """The table on the device, uploaded if something changed."""
-        ...
+@dataclass(frozen=True)
+class _Abort:
+    """An abort, in the inbox. Names sequences, not an id: the id may be in use again by then."""
+
+    sequences: list[Sequence]
 
 
 @dataclass(frozen=True)
@@ -78,12 +75,15 @@ class Engine:
         self,
         runner: StepRunner,
         tokenizer: Tokenizer | None,
-        sampling: RowSampling,
         *,
-        logits_processors: Collection[str] = (),
-        chunk_limit: ChunkLimit = no_chunk_limit,
+        stop_ids: Collection[int] | None = None,
     ) -> None:
-        """Takes ownership of `runner` and `sampling`; `runner.config` must be resolved.
+        """Takes ownership of `runner`, whose config is resolved.
+
+        Args:
+            runner: runs the steps.
+            tokenizer: makes text of tokens; None: events have no text.
+            stop_ids: tokens that end a completion; None: the model's `eos_token_ids`.
 
         Raises:
             ModelError: a cache group has no room for a single token.
@@ -95,30 +95,45 @@ class Engine:
                 "its null id; raise num_pages or cache_bytes"
             )
         self._runner = runner
-        self._sampling = sampling
+        self._sampling = runner.sampling_rows
+        self._stop_ids = tuple(model.eos_token_ids if stop_ids is None else stop_ids)
         self._config = config
         self._vocab_size = model.vocab_size
         self._cache = CacheManager(
-            runner.groups, runner.sizes, config, on_row_release=sampling.clear_row
+            runner.groups, runner.sizes, config, on_row_release=self._sampling.clear_row
         )
         self._scheduler = Scheduler(
             self._cache,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            chunk_limit=chunk_limit,
         )
         self._builder = BatchBuilder(self._cache, config, model.vocab_size)
-        self._outputs = OutputProcessor(tokenizer, model.eos_token_ids)
+        self._outputs = OutputProcessor(tokenizer, self._stop_ids)
         self._validator = RequestValidator(
-            config, model.vocab_size, self._cache, tokenizer is not None, logits_processors
+            config,
+            model.vocab_size,
+            self._cache,
+            tokenizer is not None,
+            self._sampling.processors,
         )
-        self._lock = threading.Lock()  # guards _requests, _inbox and _arrivals
+        self._lock = threading.RLock()  # guards _requests, _inbox and _num_arrivals
         self._requests: dict[str, list[Sequence]] = {}  # not ended yet
-        self._inbox: deque[list[Sequence] | str] = deque()  # new sequences, or an id to abort
-        self._arrivals = 0
+        self._inbox: deque[_Arrival | _Abort] = deque()
+        self._num_arrivals = 0
         self._in_flight: _InFlight | None = None
         self._events: list[TokenEvent] = []
         self._num_steps = 0
         self._dead: EngineDead | None = None
+        if config.warmup:
+            runner.warmup(self._builder.padding_batches())
+
+    @property
+    def chunk_limit(self) -> ChunkLimit:
+        """`chunk_limit(sequence, remaining)` bounds the next prefill chunk of a sequence."""
+        return self._scheduler.chunk_limit
+
+    @chunk_limit.setter
+    def chunk_limit(self, limit: ChunkLimit) -> None:
+        self._scheduler.chunk_limit = limit
 
     def validate(self, request: Request) -> None:
         """Raises InvalidRequest if `add_request` would."""
@@ -143,16 +158,23 @@ class Engine:
             limit, waiting = self._config.max_queue, self._num_waiting()
             if limit and waiting >= limit:
                 raise QueueFull(f"{waiting} sequences wait and max_queue is {limit}; retry later")
-            sequences = self._make_sequences(request, max_tokens)
+            sequences = _make_sequences(
+                request,
+                max_tokens=max_tokens,
+                first_arrival=self._num_arrivals + 1,
+                engine_seed=self._config.seed,
+            )
+            self._num_arrivals += len(sequences)
             self._requests[request.request_id] = sequences
-            self._inbox.append(sequences)
+            self._inbox.append(_Arrival(sequences))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request at the next `step` or `drain_inbox`; False if it is unknown or ended."""
         with self._lock:
-            if request_id not in self._requests:
+            sequences = self._requests.get(request_id)
+            if sequences is None:
                 return False
-            self._inbox.append(request_id)
+            self._inbox.append(_Abort(sequences))
             return True
 
     def has_work(self) -> bool:
@@ -182,16 +204,17 @@ class Engine:
     def drain_inbox(self) -> None:
         """Queues new requests and ends aborted ones, without running a step."""
         while self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, str):
-                for sequence in self._requests.get(item, []):
+            item = self._inbox[0]  # taken out last: an interrupt must not lose it
+            if isinstance(item, _Arrival):
+                self._outputs.open(item.sequences[0].request)
+                for sequence in item.sequences:
+                    self._scheduler.add(sequence)
+            else:
+                for sequence in item.sequences:
                     if sequence.state is not SequenceState.FINISHED:
                         event = self._outputs.abort(sequence)
                         self._end(sequence, ReleaseReason.ABORT, event)
-            else:
-                self._outputs.open(item[0].request)
-                for sequence in item:
-                    self._scheduler.add(sequence)
+            self._inbox.popleft()
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
@@ -212,7 +235,7 @@ class Engine:
         """Aborts everything and accepts nothing any more. Idempotent."""
         with self._lock:
             self._dead = self._dead or EngineDead("the engine is closed; make a new one")
-            self._inbox.extend(self._requests)
+            self._inbox.extend(_Abort(sequences) for sequences in self._requests.values())
         self.drain_inbox()
         self._in_flight = None
 
@@ -224,8 +247,8 @@ class Engine:
             return None
         sequences = plan.sequences
         try:
-            for s in plan.admitted:
-                self._sampling.set_row(s.row, s.request.params, s.seed, s.num_prompt_tokens)
+            for sequence in plan.admitted:
+                self._set_row(sequence)
             output = self._runner.step(self._builder.build(plan), self._sampling.device())
         except Exception as error:
             self._fail_step(sequences, error)
@@ -238,6 +261,13 @@ class Engine:
             rows.append((sequence, samples))
         self._num_steps += 1
         return _InFlight(rows, output)
+
+    def _set_row(self, sequence: Sequence) -> None:
+        params = sequence.request.params
+        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._stop_ids)}
+        self._sampling.set_row(
+            sequence.row, params, sequence.seed, sequence.num_prompt_tokens, stop_ids=stop_ids
+        )
 
     def _finish(self, step: _InFlight) -> None:
         output = step.output
@@ -305,47 +335,51 @@ class Engine:
     def _recover(self) -> None:
         """Starts all live sequences again on fresh caches; what was lost comes out the same."""
         self._in_flight = None
-        self.drain_inbox()
+        with self._lock:
+            self.drain_inbox()
+            for request_id in [r for r in self._requests if not self._outputs.is_open(r)]:
+                del self._requests[request_id]  # its final event is out
+            live = [s for sequences in self._requests.values() for s in sequences]
+        live = [s for s in live if self._outputs.is_open(s.request.request_id, s.index)]
         self._cache.reset()
         for row in range(1, self._cache.rows.size):
             self._sampling.clear_row(row)
-        live = [s for sequences in list(self._requests.values()) for s in sequences]
-        live = [s for s in live if s.state is not SequenceState.FINISHED]
         self._scheduler.reset(live)
         try:
             self._runner.reset()
         except Exception as error:
             logger.exception("the engine cannot recover")
-            with self._lock:
-                self._dead = EngineDead(f"the caches could not be made again: {error}; restart")
-                self._dead.__cause__ = error
+            self._die(f"its caches could not be made again: {error}")
+
+    def _die(self, reason: str) -> None:
+        with self._lock:
+            self._dead = EngineDead(f"the engine died, {reason}; make a new one")
             self.drain_inbox()  # nothing enters after this
-            for sequence in [*live, *self._scheduler.waiting.values()]:
-                if sequence.state is not SequenceState.FINISHED:
-                    self._fail(sequence, self._dead)
+        for sequence in list(self._scheduler.waiting.values()):
+            self._fail(sequence, self._dead)
 
     def _num_waiting(self) -> int:
-        queued = sum(len(item) for item in list(self._inbox) if not isinstance(item, str))
+        queued = sum(len(i.sequences) for i in list(self._inbox) if isinstance(i, _Arrival))
         return queued + len(self._scheduler.waiting)
 
-    def _make_sequences(self, request: Request, max_tokens: int) -> list[Sequence]:
-        sequences = []
-        for index in range(request.params.n):
-            self._arrivals += 1
-            if index == 0:
-                seed = _seed(request.params, self._config.seed, self._arrivals)
-            sequences.append(
-                Sequence(
-                    request=request,
-                    index=index,
-                    arrival=self._arrivals,
-                    uid=(self._arrivals - 1) % MAX_UID + 1,
-                    seed=(seed + index) % 2**32,
-                    max_tokens=max_tokens,
-                    token_ids=list(request.prompt_token_ids),
-                )
-            )
-        return sequences
+
+def _make_sequences(
+    request: Request, *, max_tokens: int, first_arrival: int, engine_seed: int
+) -> list[Sequence]:
+    """One waiting sequence per completion, with consecutive seeds."""
+    seed = _seed(request.params, engine_seed, first_arrival)
+    return [
+        Sequence(
+            request=request,
+            index=index,
+            arrival=first_arrival + index,
+            uid=(first_arrival + index - 1) % MAX_UID + 1,
+            seed=(seed + index) % 2**32,
+            max_tokens=max_tokens,
+            token_ids=list(request.prompt_token_ids),
+        )
+        for index in range(request.params.n)
+    ]
 
 
 def _seed(params: SamplingParams, engine_seed: int, arrival: int) -> int:

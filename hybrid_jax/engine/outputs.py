@@ -37,9 +37,12 @@ class OutputProcessor:
         streams = {index: self._stream(request) for index in range(request.params.n)}
         self._open[request.request_id] = _OpenRequest(streams)
 
-    def append(
-        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None
-    ) -> TokenEvent:
+    def is_open(self, request_id: str, index: int | None = None) -> bool:
+        """Whether a request, or one completion of it, has not had its last event."""
+        state = self._open.get(request_id)
+        return state is not None and (index is None or index in state.streams)
+
+    def append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> TokenEvent:
         """Appends a sampled token; the event says whether the completion ends with it."""
         params = sequence.request.params
         sequence.token_ids.append(token_id)

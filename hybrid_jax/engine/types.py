@@ -1,6 +1,7 @@
 """What the parts of the engine hand to each other: requests, sequences, events, the runner."""
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
@@ -211,6 +212,35 @@ class Tokenizer(Protocol):
         ...
 
 
+class RowSampling(Protocol):
+    """The sampling parameters on the host, one entry per persistent row."""
+
+    @property
+    def processors(self) -> tuple[str, ...]:
+        """Names of the logits processors that were compiled into the step."""
+        ...
+
+    def set_row(
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_len: int,
+        *,
+        stop_ids: Iterable[int] = (),
+    ) -> None:
+        """Gives `row` to a sequence; `stop_ids` are barred until `params.min_tokens` are out."""
+        ...
+
+    def clear_row(self, row: int) -> None:
+        """Makes `row` greedy and cheap again."""
+        ...
+
+    def device(self) -> "SamplingTable":
+        """The table on the device, uploaded if something changed."""
+        ...
+
+
 class StepRunner(Protocol):
     """What the engine needs of a runner: the compiled step and what it was compiled for."""
 
@@ -235,12 +265,21 @@ class StepRunner(Protocol):
         ...
 
     @property
+    def sampling_rows(self) -> RowSampling:
+        """Where the engine puts the sampling parameters of running sequences."""
+        ...
+
+    @property
     def num_compiles(self) -> int:
         """Steps compiled so far."""
         ...
 
     def step(self, batch: "StepBatch", sampling: "SamplingTable") -> "StepOutput":
         """Launches one step and returns without waiting for its results."""
+        ...
+
+    def warmup(self, batches: "Iterable[StepBatch]") -> None:
+        """Compiles the step for the bucket of each batch; the batches hold padding only."""
         ...
 
     def reset(self) -> None:

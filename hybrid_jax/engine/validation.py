@@ -48,8 +48,8 @@ class RequestValidator:
             raise InvalidRequest("the prompt is empty; give at least one token")
         if len(token_ids) > limit - 1:
             raise InvalidRequest(
-                f"the prompt has {len(token_ids)} tokens but max_model_len is {limit}, which leaves "
-                f"{limit - 1} for it; shorten it or raise max_model_len"
+                f"the prompt has {len(token_ids)} tokens but max_model_len is {limit}, which "
+                f"leaves {limit - 1} for it; shorten it or raise max_model_len"
             )
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= self.vocab_size:

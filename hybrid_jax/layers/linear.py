@@ -9,9 +9,13 @@ from flax import nnx
 Axes = Sequence[str | None]
 
 
-def param(rngs: nnx.Rngs, shape: Sequence[int], axes: Axes, dtype: jax.typing.DTypeLike) -> nnx.Param:
+def param(
+    rngs: nnx.Rngs, shape: Sequence[int], axes: Axes, dtype: jax.typing.DTypeLike
+) -> nnx.Param:
     """A normally initialised parameter that carries its logical axis names, one per dimension."""
-    return nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), tuple(shape), dtype), axes=tuple(axes))
+    return nnx.Param(
+        nnx.initializers.normal(0.02)(rngs.params(), tuple(shape), dtype), axes=tuple(axes)
+    )
 
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:

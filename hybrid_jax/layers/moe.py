@@ -48,9 +48,7 @@ class SparseMoE(nnx.Module):
         weights, experts = self.route(x)
         one_hot = jax.nn.one_hot(experts, self.spec.num_experts, dtype=jnp.float32)  # [T, k, E]
         per_expert = jnp.einsum("tk,tke->te", weights, one_hot)
-        hidden = jnp.einsum(
-            "td,efd->tef", x, self.gate_up[...], preferred_element_type=jnp.float32
-        )
+        hidden = jnp.einsum("td,efd->tef", x, self.gate_up[...], preferred_element_type=jnp.float32)
         gate, up = jnp.split(hidden, 2, axis=-1)
         hidden = gated(gate, up, self.spec.activation).astype(x.dtype)
         out = jnp.einsum("tef,edf->ted", hidden, self.down[...], preferred_element_type=jnp.float32)

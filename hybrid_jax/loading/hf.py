@@ -39,7 +39,9 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{str(path.parent)!r} is not a model directory: it has no {path.name}"
         ) from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{str(path)!r} is not readable as JSON ({error}); copy it again") from error
+        raise ModelError(
+            f"{str(path)!r} is not readable as JSON ({error}); copy it again"
+        ) from error
     if not isinstance(value, dict):
         raise ModelError(f"{str(path)!r} holds no JSON object; copy it again")
     return value
@@ -93,7 +95,9 @@ class HFSource:
         if not files:
             raise ModelError(f"{str(path)!r} has no *.safetensors; convert the checkpoint to them")
         self._where = {
-            name: file for file in (SafetensorsFile(path / f) for f in files) for name in file.entries
+            name: file
+            for file in (SafetensorsFile(path / f) for f in files)
+            for name in file.entries
         }
 
     def config(self) -> dict[str, Any]:

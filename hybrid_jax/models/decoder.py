@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from hybrid_jax.cache.arrays import LayerCache
+from hybrid_jax.cache.arrays import LayerCache, StateSlots
 from hybrid_jax.config import ModelConfig
 from hybrid_jax.layers.context import RopeTables, StepContext, rope_tables
 from hybrid_jax.layers.linear import Embedding, Linear
@@ -17,7 +17,6 @@ from hybrid_jax.layers.mixers.gated_delta import GatedDeltaNet
 from hybrid_jax.layers.mlp import GatedMLP
 from hybrid_jax.layers.moe import SparseMoE
 from hybrid_jax.layers.norm import RMSNorm
-from hybrid_jax.runtime.batch import StateSlots
 from hybrid_jax.specs import LayerSpec, MoESpec
 
 
@@ -65,9 +64,7 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, layers, final norm and head. Caches are arguments and results."""
 
-    def __init__(
-        self, config: ModelConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
@@ -162,7 +159,9 @@ def abstract_params(
 
 def bind(graph: Any, params: Params) -> Decoder:
     """A callable model over `params`; free of charge under jit."""
-    keys = [(tuple(int(k) if k.isdigit() else k for k in p.split(".")), v) for p, v in params.items()]
+    keys = [
+        (tuple(int(k) if k.isdigit() else k for k in p.split(".")), v) for p, v in params.items()
+    ]
     return nnx.merge(graph, nnx.from_flat_state(sorted(keys, key=lambda item: _sort_key(item[0]))))
 
 

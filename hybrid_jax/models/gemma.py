@@ -9,7 +9,12 @@ from hybrid_jax.models import weights as w
 from hybrid_jax.specs import AttentionSpec, LayerSpec, MLPSpec, NormSpec, RopeSpec
 
 MODEL_TYPES = ("gemma2", "gemma3", "gemma3_text")
-IGNORED = ("model.vision_tower.*", "model.multi_modal_projector.*", "vision_tower.*", "multi_modal_*")
+IGNORED = (
+    "model.vision_tower.*",
+    "model.multi_modal_projector.*",
+    "vision_tower.*",
+    "multi_modal_*",
+)
 NORMS = {
     "pre_mixer_norm": "input_layernorm",
     "post_mixer_norm": "post_attention_layernorm",

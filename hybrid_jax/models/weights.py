@@ -108,7 +108,9 @@ def moe_rules(i: int, spec: MoESpec, names: Collection[str]) -> list[Rule]:
         ]
     if spec.shared_intermediate_size:
         for name in ("gate_proj", "up_proj", "down_proj"):
-            rules += linear_rules(f"{target}.shared_expert.{name}", f"{source}.shared_expert.{name}")
+            rules += linear_rules(
+                f"{target}.shared_expert.{name}", f"{source}.shared_expert.{name}"
+            )
     if spec.shared_gate:
         rules += linear_rules(f"{target}.shared_gate", f"{source}.shared_expert_gate")
     return rules

@@ -9,7 +9,7 @@ from enum import Enum
 
 import jax
 
-from hybrid_jax.cache.arrays import LayerCache
+from hybrid_jax.cache.arrays import LayerCache, StateSlots
 from pallas_kernels.ragged import RaggedBatch
 
 
@@ -18,20 +18,6 @@ class StepKind(Enum):
 
     DECODE = "decode"
     MIXED = "mixed"
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StateSlots:
-    """Where each row's state is read from and written to, in one state cache group.
-
-    Padding rows point at slot 0, the null slot. Owners are sequence uids (> 0; 0 is nobody's).
-    """
-
-    read: jax.Array  # i32[S]
-    write: jax.Array  # i32[S]
-    read_owner: jax.Array  # i32[S] who must own `read` when the row has earlier tokens
-    write_owner: jax.Array  # i32[S] who owns `write` after the step
 
 
 @jax.tree_util.register_dataclass

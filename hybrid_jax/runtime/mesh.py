@@ -94,5 +94,3 @@ def layer_units(layer: LayerSpec) -> dict[str, int]:
 
 def _shared_size(layer: LayerSpec) -> int:
     return getattr(layer.ffn, "shared_intermediate_size", 0)
-
-

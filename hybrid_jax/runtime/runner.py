@@ -11,8 +11,9 @@ import jax
 from hybrid_jax.cache.arrays import CacheSizes
 from hybrid_jax.cache.plan import CachePlan, plan_caches
 from hybrid_jax.config import EngineConfig, ModelConfig
-from hybrid_jax.loading import LoadedModel
-from hybrid_jax.runtime.batch import StepBatch, StepOutput
+from hybrid_jax.loading import LoadedModel, load_config, load_model
+from hybrid_jax.models.decoder import abstract_params
+from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput
 from hybrid_jax.runtime.mesh import Partitioner, make_mesh
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingRows, SamplingTable
 from hybrid_jax.runtime.step import StepSpec, init_carry, jit_step, make_step
@@ -121,11 +122,9 @@ class Runner:
         for batch in batches:
             output = self.step(batch, self.sampling_rows.device())
         jax.block_until_ready(output)
-        logger.info(
-            "compiled %d steps in %.1f s", self._num_traces, time.monotonic() - start
-        )
+        logger.info("compiled %d steps in %.1f s", self._num_traces, time.monotonic() - start)
 
-    def _fresh_carry(self):  # noqa: ANN202
+    def _fresh_carry(self) -> Carry:
         return init_carry(
             self._plan.groups,
             self._plan.sizes,
@@ -136,6 +135,22 @@ class Runner:
 
     def _count_trace(self) -> None:
         self._num_traces += 1
+
+
+def open_model(path: str | Path, *, dtype: str, config: EngineConfig) -> LoadedModel:
+    """Loads a model, cut over the devices if `config.tensor_parallel_size` says so.
+
+    Raises:
+        ModelError: the checkpoint does not fit. ValueError: too few devices.
+    """
+    mesh = make_mesh(config.tensor_parallel_size)
+    if mesh is None:
+        return load_model(path, dtype=dtype)
+    model, _ = load_config(path)
+    partitioner = Partitioner(model, mesh)
+    _, _, axes = abstract_params(model, "float32")
+    shardings = {name: partitioner.parameter(name, names) for name, names in axes.items()}
+    return load_model(path, dtype=dtype, shardings=shardings)
 
 
 def enable_compilation_cache() -> None:

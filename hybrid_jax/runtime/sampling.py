@@ -188,12 +188,13 @@ class SamplingRows:
 
     def device(self) -> SamplingTable:
         """The rows on the device; uploaded only when a row changed since the last call."""
-        if self._table is None:
+        table = self._table
+        if table is None:
             # Copies: on CPU, device arrays may share memory with the numpy arrays they come from,
             # and a step still in flight must not see the next step's rows.
             copies = SamplingTable(**{name: array.copy() for name, array in self._host.items()})  # type: ignore[arg-type]
-            self._table = jax.device_put(copies, self._sharding)
-        return self._table
+            table = self._table = jax.device_put(copies, self._sharding)
+        return table
 
     def _padded(self, column: str, field: str, values: Iterable[float]) -> np.ndarray:
         given = list(values)

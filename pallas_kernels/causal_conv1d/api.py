@@ -34,8 +34,9 @@ def causal_conv1d(
         x: [T, C] inputs of all rows.
         weight: [C, W]; the last tap multiplies the current token. W >= 2.
         bias: [C] or None.
-        state: [slots, W - 1, C] last inputs, oldest first; zeros where the sequence is shorter.
-            Donate it to the surrounding jit to update it in place.
+        state: [slots, W - 1, C] last inputs, oldest first, zeros where the sequence is shorter;
+            dtype `storage.storage_dtype` of what the values shall be rounded to. Donate it to the
+            surrounding jit to update it in place.
         ragged: row boundaries.
         read_slots: i32[S], 0 (the null slot) for padding rows.
         write_slots: i32[S], 0 for padding rows.

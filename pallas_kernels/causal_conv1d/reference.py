@@ -6,6 +6,7 @@ Letters: T tokens, S rows, C channels, W convolution width.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import storage
 from pallas_kernels.ragged import RaggedBatch
 
 F32 = jnp.float32
@@ -59,20 +60,19 @@ def causal_conv1d(
     Decode and prefill are the same sum over a row's inputs, so one path serves both.
     """
     keep = state.shape[1]
+    earlier = storage.decode(state[read_slots])
     # Selected, not multiplied: the slot of a row without earlier tokens may hold NaN.
-    earlier = jnp.where(
-        ragged.has_state[:, None, None], state[read_slots], jnp.zeros_like(state[:1])
-    )
+    earlier = jnp.where(ragged.has_state[:, None, None], earlier, jnp.zeros_like(earlier))
     taps = _decode_taps(x, earlier) if ragged.decode_only else _mixed_taps(x, earlier, ragged)
     y = weighted_sum(taps, weight, bias, activation).astype(x.dtype)
     valid = jnp.arange(x.shape[0], dtype=jnp.int32) < ragged.query_start_loc[ragged.counts[1]]
     y = jnp.where(valid[:, None], y, jnp.zeros_like(y))
-    # The last W - 1 of [earlier, tokens]: index len + i, i = 0 .. W - 2.
+    # The last W - 1 of [earlier, tokens]: entries len, ..., len + W - 2.
     index = ragged.query_lens[:, None] + jnp.arange(keep, dtype=jnp.int32)[None]
-    token = ragged.query_start_loc[:-1, None] + index - keep
-    from_x = x.at[token].get(mode="clip").astype(state.dtype)
+    token = jnp.maximum(ragged.query_start_loc[:-1, None] + index - keep, 0)
+    from_x = storage.encode(x.at[token].get(mode="clip"), state.dtype)
     from_state = jnp.take_along_axis(earlier, index[:, :, None], axis=1, mode="clip")
-    last = jnp.where((index >= keep)[:, :, None], from_x, from_state)
+    last = jnp.where((index >= keep)[:, :, None], from_x, storage.encode(from_state, state.dtype))
     # Padding rows write nothing: their slot is moved out of range.
     slots = jnp.where(ragged.row_valid, write_slots, state.shape[0])
     return y, state.at[slots].set(last, mode="drop")

@@ -16,6 +16,7 @@ from pallas_kernels.ragged import RaggedBatch
 F32 = jnp.float32
 BASE = 8  # width of the triangular blocks that are inverted row by row
 CHUNK = 64  # tokens per matrix product in prefill
+UNROLL = 8  # chunks per loop turn in `chunked`
 
 
 def recurrent(
@@ -62,7 +63,7 @@ def chunked(
     g: jax.Array,
     beta: jax.Array,
     initial: jax.Array | None = None,
-    chunk: int = 64,
+    chunk: int = 32,
     *,
     scale: float | None = None,
     l2norm: bool = True,
@@ -90,7 +91,9 @@ def chunked(
         out, state = across_chunks(state, *block)
         return state, out
 
-    final, out = lax.scan(step, state, (q, k, values, beta, decay, inverse, scores))
+    # Unrolled, since XLA:CPU runs the loop's gradient at a third of the speed.
+    blocks = (q, k, values, beta, decay, inverse, scores)
+    final, out = lax.scan(step, state, blocks, unroll=max(1, min(UNROLL, q.shape[0])))
     out = jnp.swapaxes(out, 1, 2).reshape(-1, *v.shape[1:])
     return out[:num_tokens].astype(v.dtype), final
 
@@ -278,7 +281,7 @@ def _prefill(
     sources: jax.Array,
     write_slots: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Prefill rows, one chunk of a row at a time; between chunks the state lives in its write slot."""
+    """Prefill rows, a chunk at a time; between chunks the state lives in the write slot."""
     num_tokens = out.shape[0]
     blocks = ragged.prefill_blocks(CHUNK)
     # A chunk may reach past the last token.

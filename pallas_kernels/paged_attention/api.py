@@ -48,8 +48,8 @@ def paged_attention(
         q: [T, N, H] queries; query head n reads KV head n // (N / K).
         k: [T, K, H] keys.
         v: [T, K, H] values.
-        pages: [P, G, 2K, H], see `pages_shape`, of a dtype of its own; donate it to the surrounding
-            jit to update it in place.
+        pages: [P, G, 2K, H], see `pages_shape`; dtype `storage.storage_dtype` of what the values
+            shall be rounded to. Donate it to the surrounding jit to update it in place.
         table: i32[S, M] page ids, 0 where the row has no page.
         ragged: row boundaries.
         scale: factor on the scores.

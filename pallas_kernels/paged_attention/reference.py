@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import storage
 from pallas_kernels.ragged import RaggedBatch
 
 F32 = jnp.float32
@@ -74,7 +75,8 @@ def write(
     column = (positions // page_size) % table.shape[1]
     page = table[jnp.minimum(rows, ragged.num_rows_padded - 1), column]
     page = jnp.where(rows < ragged.num_rows_padded, page, num_pages)
-    kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * kv_heads, dim).astype(pages.dtype)
+    kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * kv_heads, dim)
+    kv = storage.encode(kv, pages.dtype)
     return pages.at[page, positions % page_size].set(kv, mode="drop")
 
 
@@ -104,7 +106,7 @@ def _decode(
     def body(i: jax.Array, state: Softmax) -> Softmax:
         return jax.vmap(row)(state, queries, table, first + i * per_block, end)
 
-    state = lax.fori_loop(0, count, body, _empty(queries.shape, sinks))
+    state = lax.fori_loop(0, count, body, _empty(queries, sinks))
     out = _finish(state)[:, :, :, 0]
     return jnp.pad(out, ((0, q.shape[0] - rows), (0, 0), (0, 0), (0, 0)))
 
@@ -142,7 +144,7 @@ def _prefill(
             return _attend(state, queries, k, v, mask, options)
 
         count = _blocks(first, end, per_block, pages)
-        state = lax.fori_loop(0, count, attend, _empty(queries.shape, sinks))
+        state = lax.fori_loop(0, count, attend, _empty(queries, sinks))
         # Past the block: 0, or overwritten by the rows that come later in the loop.
         inside = (index < length)[:, None, None, None]
         new = jnp.where(inside, jnp.moveaxis(_finish(state), 2, 0), 0.0)
@@ -174,7 +176,7 @@ def _context(
     """`count` logical pages of one row from `start`: K and V f32[K, B, H], positions i32[B]."""
     size = pages.shape[1]
     logical = start + jnp.arange(count, dtype=jnp.int32)
-    context = pages[columns[logical % columns.shape[0]]]
+    context = storage.decode(pages[columns[logical % columns.shape[0]]])
     # On CPU a batched product of bfloat16 is unimplemented, hence float32 from here on.
     context = context.reshape(count * size, -1, 2, pages.shape[3]).astype(F32)
     positions = logical[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
@@ -183,14 +185,14 @@ def _context(
 
 
 def _visible(positions: jax.Array, query: jax.Array, end: jax.Array, options: Options) -> jax.Array:
-    """bool[Q, B]: which of `positions` [B] the queries at positions `query` [Q] see, before `end`."""
+    """bool[Q, B]: which `positions` [B] before `end` the queries at positions `query` [Q] see."""
     positions, query = positions[None], query[:, None]
     mask = (positions <= query) & (positions < end)
     return mask if options.window is None else mask & (positions > query - options.window)
 
 
 def _empty(queries: jax.Array, sinks: jax.Array | None) -> Softmax:
-    """The softmax of no tokens for queries [..., K, R, Q, H]: a sink counts as a score with v = 0."""
+    """The softmax of no tokens for queries [..., K, R, Q, H]; a sink is a score with v = 0."""
     shape = queries.shape[:-1]
     values = jnp.zeros(queries.shape, F32)
     if sinks is None:

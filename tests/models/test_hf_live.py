@@ -3,6 +3,7 @@
 The seed changes from run to run; a failure names it, and HYBRID_JAX_TEST_SEED repeats it.
 """
 
+import importlib
 import os
 from pathlib import Path
 
@@ -14,13 +15,19 @@ from hybrid_jax.loading import load_model
 from tests.helpers import tiny
 
 pytest.importorskip("torch", reason="compares with transformers, which needs torch")
-from tests.models import record_reference  # noqa: E402
+from tests.models import record_reference
 
 LOGIT_TOLERANCE = 2e-4  # as in test_hf_reference.py
 FIRST_SEED = int(os.environ.get("HYBRID_JAX_TEST_SEED") or int.from_bytes(os.urandom(3)))
 
 # Deprecations inside transformers and torch are not ours to fix.
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pads every sequence to the longest, so that each function compiles once per checkpoint."""
+    monkeypatch.setattr(importlib.import_module("hybrid_jax.generate"), "PAD_TO", 128)
 
 
 @pytest.mark.parametrize("name", tiny.TINY)

@@ -1,5 +1,6 @@
 """Parity with transformers, from committed outputs: runs without torch (record_reference.py)."""
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp(name)
     tiny.write_checkpoint(name, directory, int(expected["seed"]), shards=2)
     return Case(load_model(directory, dtype="float32"), expected)
+
+
+@pytest.fixture(autouse=True)
+def one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pads every sequence to the longest, so that each function compiles once per checkpoint."""
+    monkeypatch.setattr(importlib.import_module("hybrid_jax.generate"), "PAD_TO", 128)
 
 
 def test_prefill_logits(case: Case) -> None:

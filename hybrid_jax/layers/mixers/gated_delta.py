@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hybrid_jax.cache.arrays import StateCache
+from hybrid_jax.cache.arrays import StateCache, StateSlots
 from hybrid_jax.layers.context import RopeTables, StepContext
 from hybrid_jax.layers.linear import Linear, param
 from hybrid_jax.layers.norm import gated_rms
-from hybrid_jax.runtime.batch import StateSlots
 from hybrid_jax.specs import GatedDeltaSpec
 from pallas_kernels import causal_conv1d, gated_delta_rule
 

@@ -1,0 +1,84 @@
+"""What a checkpoint is, for a human to check: layer list, parameters, cache bytes."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_jax.cache.plan import describe, model_groups
+from hybrid_jax.config import EngineConfig, ModelConfig
+from hybrid_jax.loading import DTYPES, load_config
+from hybrid_jax.models.decoder import abstract_params
+from hybrid_jax.specs import AttentionSpec, LayerSpec, MoESpec
+
+
+@dataclass(frozen=True)
+class CacheLine:
+    """One cache group: bytes over all its layers."""
+
+    kind: str
+    layers: tuple[int, ...]
+    bytes_per_token: int
+    bytes_per_sequence: int
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """The facts that `hybrid-jax inspect` prints."""
+
+    config: ModelConfig
+    num_parameters: int
+    parameter_bytes: int
+    max_model_len: int
+    caches: tuple[CacheLine, ...]
+
+
+def inspect_model(
+    path: str | Path, *, dtype: str = "bfloat16", max_model_len: int = 0
+) -> ModelReport:
+    """Reads a model's config (no weights are loaded) and adds up its parameters and caches.
+
+    Args:
+        path: a model directory or GGUF file.
+        dtype: of weights, K/V and convolution states; recurrent states are float32 always.
+        max_model_len: tokens of the sequence that the bytes are for; 0: the model's, at most 8,192.
+
+    Raises:
+        ModelError: the path is no supported model, or its layer map contradicts its tensors.
+    """
+    config, _ = load_config(path)
+    engine = EngineConfig(max_model_len=max_model_len).resolve(config)
+    _, shapes, _ = abstract_params(config, DTYPES[dtype])
+    caches = tuple(
+        CacheLine(**line)
+        for line in describe(model_groups(config, engine, dtype), engine.max_model_len)
+    )
+    return ModelReport(
+        config,
+        sum(math.prod(shape.shape) for shape in shapes.values()),
+        sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes.values()),
+        engine.max_model_len,
+        caches,
+    )
+
+
+def describe_layer(layer: LayerSpec) -> tuple[str, str, str]:
+    """Kind, mixer and feed-forward of a layer in words."""
+    mixer = layer.mixer
+    if isinstance(mixer, AttentionSpec):
+        parts = [f"{mixer.num_heads}/{mixer.num_kv_heads} heads x {mixer.head_dim}"]
+        if mixer.window is not None:
+            parts.append(f"window {mixer.window}")
+        parts.append("no rope" if mixer.rope is None else f"rope {mixer.rope.theta:g}")
+        if mixer.output_gate:
+            parts.append("output gate")
+        words = ", ".join(parts)
+    else:
+        words = (
+            f"gated delta, {mixer.num_k_heads}/{mixer.num_v_heads} heads x "
+            f"{mixer.k_dim}/{mixer.v_dim}, convolution {mixer.conv_width}"
+        )
+    ffn = layer.ffn
+    if isinstance(ffn, MoESpec):
+        shared = ", shared expert" if ffn.shared_intermediate_size else ""
+        return layer.kind, words, f"{ffn.top_k} of {ffn.num_experts} experts{shared}"
+    return layer.kind, words, f"mlp {ffn.intermediate_size}"

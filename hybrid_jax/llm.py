@@ -1,0 +1,325 @@
+"""`LLM`: text in, text out, in one process."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hybrid_jax.config import EngineConfig
+from hybrid_jax.engine.engine import Engine
+from hybrid_jax.engine.types import EngineStats, FinishReason, Request, TokenEvent, TokenLogprob
+from hybrid_jax.errors import InvalidRequest, QueueFull
+from hybrid_jax.runtime.sampling import LogitsProcessor
+from hybrid_jax.sampling_params import SamplingParams
+from hybrid_jax.tokenizer import HFTokenizer, load_tokenizer
+
+TokenIds = list[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt. Complete once `finish_reason` is set."""
+
+    index: int
+    text: str = ""  # stays empty without a tokenizer, or with detokenize=False
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None  # one per token, if asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: Exception | None = None  # set when finish_reason is "error"
+
+
+@dataclass
+class RequestOutput:
+    """The completions of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+    def add(self, event: TokenEvent) -> None:
+        """Appends what `event` says to the completion it is about."""
+        output = self.outputs[event.index]
+        output.text += event.text
+        output.token_ids.extend(event.new_token_ids)
+        if event.logprobs is not None:
+            if output.logprobs is None:
+                output.logprobs = []
+            output.logprobs.extend(event.logprobs)
+        output.finish_reason = event.finish_reason
+        output.stop_reason = event.stop_reason
+        output.error = event.error
+
+
+class LLM:
+    """A model with its engine and tokenizer. Not thread-safe.
+
+    Closing it, or leaving its `with` block, ends all its requests.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        tokenizer: HFTokenizer | None = None,
+        logits_processors: Mapping[str, LogitsProcessor] | None = None,
+        **engine_options: Any,
+    ) -> None:
+        """Loads `model`, a directory in Hugging Face format.
+
+        Args:
+            model: the directory.
+            dtype: of weights and activations; "auto" takes the checkpoint's.
+            tokenizer: instead of the model's own. A model without one works with token ids.
+            logits_processors: pure JAX functions by name, for `SamplingParams.logits_processors`.
+            **engine_options: fields of `EngineConfig`.
+
+        Raises:
+            ModelError: the directory is no model this library can run.
+            ValueError: an engine option is out of range.
+        """
+        engine, found = connect(
+            model, dtype=dtype, logits_processors=logits_processors, engine_options=engine_options
+        )
+        self._set_up(engine, tokenizer or found)
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: HFTokenizer | None) -> "LLM":
+        """An LLM on an engine that exists; takes ownership of it."""
+        llm = cls.__new__(cls)
+        llm._set_up(engine, tokenizer)
+        return llm
+
+    def _set_up(self, engine: Engine, tokenizer: HFTokenizer | None) -> None:
+        self._engine = engine
+        self.tokenizer = tokenizer
+        self._ids = itertools.count()
+        self._mail: dict[str, deque[TokenEvent]] = {}  # events of the requests under way here
+
+    def generate(
+        self,
+        prompts: str | TokenIds | Sequence[str] | Sequence[TokenIds],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes all prompts, batched; results are in the order of the prompts.
+
+        An interrupt or error ends all of them and leaves nothing allocated.
+
+        Args:
+            prompts: one prompt or several, as text or as token ids.
+            sampling_params: for all prompts, or one per prompt.
+            use_tqdm: whether to show a progress bar on stderr.
+
+        Raises:
+            InvalidRequest: a prompt can never be served; none was started.
+        """
+        return self._run(self._requests(_split(prompts), sampling_params), progress=use_tqdm)
+
+    def stream(
+        self, prompt: str | TokenIds, sampling_params: SamplingParams | None = None
+    ) -> Iterator[TokenEvent]:
+        """Completes one prompt and yields every event; closing the iterator ends the request.
+
+        Raises:
+            InvalidRequest: the prompt can never be served; raised here, not by the iterator.
+        """
+        (request,) = self._requests([prompt], sampling_params)
+        return self._events(request)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_args: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several, given as lists of role and content.
+
+        Raises:
+            InvalidRequest: there is no tokenizer or chat template, or as `generate` does.
+        """
+        if not messages:
+            raise InvalidRequest("the conversation is empty; give at least one message")
+        single = isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        tokenizer = self._require_tokenizer("a conversation")
+        prompts = [tokenizer.encode_chat(c, **template_args) for c in conversations]
+        requests = self._requests([ids for _, ids in prompts], sampling_params)
+        requests = [
+            Request(r.request_id, r.prompt_token_ids, r.params, text)
+            for r, (text, _) in zip(requests, prompts, strict=True)
+        ]
+        return self._run(requests, progress=use_tqdm)
+
+    def stats(self) -> EngineStats:
+        """Sequences, cache use, preemptions, steps and compiles so far."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Ends everything; later calls raise EngineDead. Idempotent."""
+        self._engine.close()
+        self._pump()  # open streams still get their last event
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self, requests: list[Request], *, progress: bool) -> list[RequestOutput]:
+        outputs = {r.request_id: _empty_output(r) for r in requests}
+        unsent = deque(requests)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        bar = Progress(
+            *columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not progress
+        )
+        try:
+            with bar:
+                task = bar.add_task("prompts", total=len(requests))
+                open_ids = set(outputs)
+                while open_ids:
+                    self._send(unsent)
+                    self._pump()
+                    for request_id in [i for i in open_ids if self._mail.get(i)]:
+                        for event in _take(self._mail[request_id]):
+                            outputs[request_id].add(event)
+                            if event.final:
+                                open_ids.remove(request_id)
+                                bar.advance(task)
+        finally:
+            self._abandon(outputs)
+        return list(outputs.values())
+
+    def _events(self, request: Request) -> Iterator[TokenEvent]:
+        unsent = deque([request])
+        try:
+            while True:
+                self._send(unsent)
+                if not self._mail.get(request.request_id):
+                    self._pump()
+                for event in _take(self._mail.get(request.request_id, deque())):
+                    yield event
+                    if event.final:
+                        return
+        finally:
+            self._abandon([request.request_id])
+
+    def _send(self, unsent: deque[Request]) -> None:
+        """Gives the engine as many requests as its queue takes."""
+        while unsent:
+            request = unsent[0]
+            self._mail[request.request_id] = deque()
+            try:
+                self._engine.add_request(request)
+            except QueueFull:
+                return
+            unsent.popleft()
+
+    def _pump(self) -> None:
+        """Runs one step and hands out its events; those of abandoned requests are dropped."""
+        for event in self._engine.step():
+            mail = self._mail.get(event.request_id)
+            if mail is not None:
+                mail.append(event)
+
+    def _abandon(self, request_ids: Iterator[str] | Sequence[str] | Mapping[str, Any]) -> None:
+        """Ends the given requests, if they have not ended, and frees what they hold."""
+        for request_id in request_ids:
+            self._mail.pop(request_id, None)
+            self._engine.abort(request_id)
+        self._engine.drain_inbox()
+
+    def _requests(
+        self,
+        prompts: Sequence[str | TokenIds],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        """Validated requests; the engine has not seen them."""
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequest(
+                f"{len(params)} sampling params for {len(prompts)} prompts; give one, or one each"
+            )
+        requests = []
+        for prompt, chosen in zip(prompts, params, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            request = Request(f"llm-{next(self._ids)}", self._encode(prompt), chosen, text)
+            self._engine.validate(request)
+            requests.append(request)
+        return requests
+
+    def _encode(self, prompt: str | TokenIds) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest("the prompt is empty; give at least one character")
+            return tuple(self._require_tokenizer("a text prompt").encode(prompt))
+        try:
+            return tuple(int(token.__index__()) for token in prompt)
+        except (AttributeError, TypeError):
+            raise InvalidRequest(
+                "a prompt is a string or a list of integers; got something else in the list"
+            ) from None
+
+    def _require_tokenizer(self, what: str) -> HFTokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                f"{what} needs a tokenizer and this model has none; pass token ids or tokenizer="
+            )
+        return self.tokenizer
+
+
+def _split(prompts: Any) -> list[str | TokenIds]:
+    """The prompts as a list: a string or a list of integers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and hasattr(prompts[0], "__index__"):
+        return [prompts]
+    return prompts
+
+
+def _empty_output(request: Request) -> RequestOutput:
+    completions = [CompletionOutput(index) for index in range(request.params.n)]
+    return RequestOutput(
+        request.request_id, request.prompt, list(request.prompt_token_ids), completions
+    )
+
+
+def _take(mail: deque[TokenEvent]) -> Iterator[TokenEvent]:
+    while mail:
+        yield mail.popleft()
+
+
+def connect(
+    model: str | Path,
+    *,
+    dtype: str,
+    logits_processors: Mapping[str, LogitsProcessor] | None = None,
+    engine_options: dict[str, Any],
+) -> tuple[Engine, HFTokenizer | None]:
+    """CONNECT HERE: loads a model and builds its runner, engine and tokenizer."""
+    from hybrid_jax.runtime.runner import Runner, open_model
+
+    config = EngineConfig(**engine_options)
+    loaded = open_model(model, dtype=dtype, config=config)
+    runner = Runner(loaded, config, processors=logits_processors)
+    tokenizer = load_tokenizer(loaded.source)
+    return Engine(runner, tokenizer, stop_ids=loaded.stop_ids), tokenizer

@@ -1,0 +1,1 @@
+"""How clients reach the engine: today the command line."""

@@ -1,0 +1,156 @@
+"""The `hybrid-jax` command line. A user's mistake is one sentence on stderr and exit code 2."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Inference for hybrid-attention language models in JAX.",
+)
+
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", "-m", help="Model directory or .gguf file. Default: the bundled model."
+    ),
+]
+
+
+@app.callback()
+def _root(
+    verbose: Annotated[bool, typer.Option(help="Log what the library does.")] = False,
+) -> None:
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(help="One or more prompts, run as one batch.")],
+    model: ModelOption = None,
+    max_tokens: Annotated[int, typer.Option(help="Most new tokens per prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most likely tokens kept; 0 is off.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    max_model_len: Annotated[int, typer.Option(help="0: the model's, at most 8,192.")] = 0,
+    tensor_parallel_size: Annotated[int, typer.Option(help="Devices to cut the model over.")] = 1,
+    chat: Annotated[bool, typer.Option(help="Wrap each prompt in the chat template.")] = False,
+    enforce_eager: Annotated[bool, typer.Option(help="Run the step unjitted, to debug.")] = False,
+) -> None:
+    """Continue text. One prompt streams; several print in order when all are done."""
+    from hybrid_jax import LLM, SamplingParams
+    from hybrid_jax.bundled import bundled_model
+
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
+    )
+    options = {
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": tensor_parallel_size,
+        "enforce_eager": enforce_eager,
+        "max_num_seqs": min(len(prompts), 16),
+    }
+    with LLM(model or bundled_model(), dtype=dtype, **options) as llm:
+        if chat:
+            messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            outputs = llm.chat(messages, params, use_tqdm=False)
+        elif len(prompts) == 1:
+            _stream(llm, prompts[0], params)
+            return
+        else:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        for output in outputs:
+            prefix = "" if chat else output.prompt or ""
+            typer.echo(prefix + output.outputs[0].text)
+
+
+def _stream(llm, prompt: str, params) -> None:  # noqa: ANN001
+    typer.echo(prompt, nl=False)
+    for event in llm.stream(prompt, params):
+        typer.echo(event.text, nl=False)
+        sys.stdout.flush()
+        if event.error is not None:
+            typer.echo()
+            raise event.error
+    typer.echo()
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="Model directory or .gguf file.")],
+    dtype: Annotated[str, typer.Option(help="Of weights and K/V.")] = "bfloat16",
+    max_model_len: Annotated[int, typer.Option(help="0: the model's, at most 8,192.")] = 0,
+) -> None:
+    """Print the layer list, parameters, and the cache bytes of each kind of layer."""
+    from hybrid_jax.inspection import describe_layer, inspect_model
+
+    report = inspect_model(path, dtype=dtype, max_model_len=max_model_len)
+    console = Console()
+    layers = Table("layer", "kind", "mixer", "feed-forward", title=report.config.model_type)
+    for i, layer in enumerate(report.config.layers):
+        layers.add_row(str(i), *describe_layer(layer))
+    console.print(layers)
+    counts = ", ".join(f"{count} {kind}" for kind, count in report.config.layer_counts.items())
+    console.print(f"layers: {counts}")
+    console.print(
+        f"parameters: {report.num_parameters:,} ({_bytes(report.parameter_bytes)} in {dtype})"
+    )
+    caches = Table(
+        "cache class",
+        "layers",
+        "per token",
+        f"per sequence of {report.max_model_len:,} tokens",
+        title=f"cache, {dtype}; recurrent states float32",
+    )
+    for line in report.caches:
+        caches.add_row(
+            line.kind,
+            str(len(line.layers)),
+            _bytes(line.bytes_per_token),
+            _bytes(line.bytes_per_sequence),
+        )
+    total = sum(line.bytes_per_sequence for line in report.caches)
+    caches.add_row("total", str(len(report.config.layers)), "", _bytes(total))
+    console.print(caches)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Model directory or .gguf file.")],
+    target: Annotated[Path, typer.Argument(help="New directory for the Orbax checkpoint.")],
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Write an Orbax checkpoint that loads without conversion and restores sharded."""
+    from hybrid_jax.loading import orbax
+
+    orbax.convert(source, target, dtype=dtype)
+    typer.echo(f"wrote {target}")
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except (ValueError, OSError, ImportError) as error:
+        # The library raises these (InvalidRequest and ModelError are ValueErrors) for what the
+        # user can mend; anything else is our bug and keeps its traceback.
+        typer.echo(f"hybrid-jax: {error}", err=True)
+        raise SystemExit(2) from None

@@ -1,0 +1,13 @@
+"""Settings that every test runs under: CPU, four virtual devices, no implicit promotion."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("HYBRID_JAX_TEST_PLATFORM", "cpu")
+_FLAG = "--xla_force_host_platform_device_count"
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=4".strip()
+
+import jax  # noqa: E402  the environment above is read on import
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,0 +1,256 @@
+"""`LLM` on an engine with a toy runner: prompts in, outputs in order, nothing left behind."""
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hybrid_jax.engine.engine import Engine
+from hybrid_jax.engine.types import Request
+from hybrid_jax.errors import EngineDead, InvalidRequest
+from hybrid_jax.llm import LLM
+from hybrid_jax.sampling_params import SamplingParams
+from hybrid_jax.tokenizer import HFTokenizer, load_tokenizer
+from tests.helpers.engine_checks import (
+    assert_baseline,
+    expected_tokens,
+    greedy,
+    prompt_of,
+    small_config,
+)
+from tests.helpers.fake_runner import FULL, STATE, FakeRunner, window
+
+SPECS = (FULL, window(6), STATE)
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}a"
+
+
+def ascii_tokenizer(template: str | None = TEMPLATE) -> HFTokenizer:
+    """97 tokens: one per printable character, token 1 is the end of sequence."""
+    vocab = {chr(32 + i): i + 2 for i in range(95)} | {"<unk>": 0, "<eos>": 1}
+    rust = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    rust.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    rust.decoder = decoders.Fuse()
+    hf = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<eos>", unk_token="<unk>")
+    hf.chat_template = template
+    return HFTokenizer(hf)
+
+
+def make(tokenizer: HFTokenizer | None = None, **options: Any) -> tuple[LLM, Engine, FakeRunner]:
+    runner = FakeRunner(SPECS, (40, 30, 4), small_config(**options))
+    engine = Engine(runner, tokenizer)
+    return LLM.from_engine(engine, tokenizer), engine, runner
+
+
+def oracle(token_ids: list[int], params: SamplingParams) -> list[int]:
+    return expected_tokens(Request("", tuple(token_ids), params), SPECS)
+
+
+def test_outputs_come_in_the_order_of_the_prompts() -> None:
+    llm, engine, runner = make()
+    prompts = [list(prompt_of(3 + 7 * i % 20, i)) for i in range(8)]
+    params = [greedy(1 + 5 * i % 11) for i in range(8)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for output, prompt, chosen in zip(outputs, prompts, params, strict=True):
+        assert output.prompt is None and output.prompt_token_ids == prompt
+        (completion,) = output.outputs
+        assert completion.token_ids == oracle(prompt, chosen)
+        assert (completion.finish_reason, completion.text) == ("length", "")
+    assert_baseline(engine, runner)
+
+
+def test_one_prompt_may_be_given_bare_and_many_completions_are_grouped() -> None:
+    llm, engine, runner = make(ascii_tokenizer())
+    params = SamplingParams(n=2, seed=5, max_tokens=7, ignore_eos=True, logprobs=2)
+    for prompt, text in (("hello", "hello"), ([3, 4, 5], None)):
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        assert output.prompt == text
+        assert [c.index for c in output.outputs] == [0, 1]
+        for completion in output.outputs:
+            assert len(completion.token_ids) == len(completion.logprobs or []) == 7
+    assert llm.generate([], params) == []
+    assert_baseline(engine, runner)
+
+
+def test_text_is_the_text_of_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = ascii_tokenizer()
+    llm, engine, runner = make(tokenizer)
+    (output,) = llm.generate(["to be"], greedy(20))
+    assert output.prompt_token_ids == tokenizer.encode("to be")
+    completion = output.outputs[0]
+    assert completion.token_ids == oracle(output.prompt_token_ids, greedy(20))
+    assert completion.text == tokenizer.decode(completion.token_ids)
+    captured = capsys.readouterr()
+    assert "1/1" in captured.err and captured.out == ""
+    assert_baseline(engine, runner)
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    tokenizer = ascii_tokenizer()
+    llm, engine, runner = make(tokenizer)
+    full = llm.generate("to be", greedy(20), use_tqdm=False)[0].outputs[0].text
+    stop = full[6:9]
+    cut = llm.generate("to be", greedy(20, stop=stop), use_tqdm=False)[0].outputs[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.text == full[: full.index(stop)]
+    kept = greedy(20, stop=stop, include_stop_str_in_output=True)
+    assert llm.generate("to be", kept, use_tqdm=False)[0].outputs[0].text == cut.text + stop
+    assert_baseline(engine, runner)
+
+
+def test_a_stream_yields_what_generate_returns() -> None:
+    llm, engine, runner = make(ascii_tokenizer())
+    (output,) = llm.generate("to be", greedy(9), use_tqdm=False)
+    events = list(llm.stream("to be", greedy(9)))
+    assert [t for e in events for t in e.new_token_ids] == output.outputs[0].token_ids
+    assert "".join(e.text for e in events) == output.outputs[0].text
+    assert [e.final for e in events] == [False] * 8 + [True]
+    assert_baseline(engine, runner)
+
+
+def test_streams_and_generate_may_interleave() -> None:
+    llm, engine, runner = make()
+    prompts = [list(prompt_of(5 + i, i)) for i in range(3)]
+    streams = [llm.stream(prompt, greedy(9)) for prompt in prompts]
+    got: list[list[int]] = [[], [], []]
+    for _ in range(4):
+        for tokens, stream in zip(got, streams, strict=True):
+            tokens.extend(next(stream).new_token_ids)
+    (between,) = llm.generate([[7, 8]], greedy(5), use_tqdm=False)
+    for tokens, stream in zip(got, streams, strict=True):
+        tokens.extend(t for event in stream for t in event.new_token_ids)
+    assert got == [oracle(prompt, greedy(9)) for prompt in prompts]
+    assert between.outputs[0].token_ids == oracle([7, 8], greedy(5))
+    assert_baseline(engine, runner)
+
+
+def test_closing_a_stream_frees_everything() -> None:
+    llm, engine, runner = make()
+    unstarted = llm.stream([3, 4], greedy(9))
+    stream = llm.stream([3, 4, 5], greedy(30))
+    next(stream)
+    assert engine.stats().running == 1
+    stream.close()  # type: ignore[attr-defined]
+    unstarted.close()  # type: ignore[attr-defined]
+    assert_baseline(engine, runner)
+    assert llm.generate([[3, 4]], greedy(5), use_tqdm=False)
+
+
+@pytest.mark.parametrize("where", ["launch_error", "read_error"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_frees_everything_and_the_next_call_works(
+    where: str, error: type[BaseException]
+) -> None:
+    llm, engine, runner = make()
+    prompts = [list(prompt_of(9 + i, i)) for i in range(6)]
+    stream = llm.stream(prompts[0], greedy(12))
+    tokens = list(next(stream).new_token_ids)
+    setattr(runner, where, error())
+    with pytest.raises(error):
+        llm.generate(prompts[1:], greedy(9), use_tqdm=False)
+    assert engine.stats().running + engine.stats().waiting == 1  # the stream's
+    tokens += [t for event in stream for t in event.new_token_ids]
+    assert tokens == oracle(prompts[0], greedy(12))
+    outputs = llm.generate(prompts, greedy(9), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [oracle(p, greedy(9)) for p in prompts]
+    assert_baseline(engine, runner)
+
+
+def test_more_prompts_than_the_queue_takes_are_fed_bit_by_bit() -> None:
+    llm, engine, runner = make(max_queue=2)
+    prompts = [list(prompt_of(4, i)) for i in range(15)]
+    outputs = llm.generate(prompts, greedy(3), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [oracle(p, greedy(3)) for p in prompts]
+    assert_baseline(engine, runner)
+
+
+def test_an_error_of_one_prompt_is_in_its_output() -> None:
+    llm, engine, runner = make()
+    runner.poisoned_uids.add(2)
+    good, bad = llm.generate([[3, 4], [5, 6]], greedy(5), use_tqdm=False)
+    assert good.outputs[0].token_ids == oracle([3, 4], greedy(5))
+    assert bad.outputs[0].finish_reason == "error" and "NaN" in str(bad.outputs[0].error)
+    assert_baseline(engine, runner)
+
+
+def test_chat_renders_the_template_and_answers() -> None:
+    tokenizer = ascii_tokenizer()
+    llm, engine, runner = make(tokenizer)
+    messages = [{"role": "user", "content": "hi"}]
+    (single,) = llm.chat(messages, greedy(5), use_tqdm=False)
+    assert single.prompt == "uhi.a"
+    assert single.prompt_token_ids == tokenizer.encode("uhi.a")
+    both = llm.chat([messages, messages * 2], greedy(5), use_tqdm=False)
+    assert [o.prompt for o in both] == ["uhi.a", "uhi.uhi.a"]
+    assert both[0].outputs == single.outputs
+    assert_baseline(engine, runner)
+
+
+BAD: dict[str, tuple[Any, Any, str]] = {
+    "empty text": ("", None, "prompt is empty"),
+    "empty ids": ([[]], None, "prompt is empty"),
+    "large id": ([[3], [4, 97]], None, "token id 97"),
+    "negative id": ([-1], None, "token id -1"),
+    "too long": ([3] * 64, None, "max_model_len is 64"),
+    "not ids": ([[3, "x"]], None, "list of integers"),
+    "params": ([[3], [4]], [SamplingParams()], "1 sampling params for 2 prompts"),
+    "logprobs": ([3], SamplingParams(logprobs=99), "max_logprobs"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_prompt_starts_nothing(name: str) -> None:
+    prompts, params, words = BAD[name]
+    llm, engine, runner = make(ascii_tokenizer())
+    with pytest.raises(InvalidRequest, match=words):
+        llm.generate(prompts, params)
+    if name in ("large id", "not ids", "too long"):
+        with pytest.raises(InvalidRequest, match=words):
+            llm.stream(prompts[-1] if isinstance(prompts[0], list) else prompts)
+    assert engine.stats().steps == 0
+    assert_baseline(engine, runner)
+
+
+def test_text_without_a_tokenizer_is_refused_and_ids_work() -> None:
+    llm, engine, runner = make()
+    for call in (
+        lambda: llm.generate("hello"),
+        lambda: llm.stream("hello"),
+        lambda: llm.chat([{"role": "user", "content": "hi"}]),
+    ):
+        with pytest.raises(InvalidRequest, match="needs a tokenizer and this model has none"):
+            call()
+    with pytest.raises(InvalidRequest, match="stop strings"):
+        llm.generate([3, 4], greedy(5, stop="x"))
+    assert llm.generate([3, 4], greedy(5), use_tqdm=False)[0].outputs[0].text == ""
+    assert_baseline(engine, runner)
+
+
+def test_chat_without_a_template_or_messages_is_refused() -> None:
+    llm, _, _ = make(ascii_tokenizer(template=None))
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])
+    with pytest.raises(InvalidRequest, match="conversation is empty"):
+        llm.chat([])
+    strict, _, _ = make(ascii_tokenizer(template="{{ raise_exception('roles must alternate') }}"))
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        strict.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_closed_llm_says_so() -> None:
+    llm, engine, runner = make()
+    with llm:
+        stream = llm.stream([3, 4], greedy(20))
+        next(stream)
+    assert [event.finish_reason for event in stream] == ["abort"]
+    assert_baseline(engine, runner)
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate([3, 4], greedy(5), use_tqdm=False)
+
+
+def test_a_saved_tokenizer_loads_and_a_directory_without_one_is_none(tmp_path: Any) -> None:
+    assert load_tokenizer(tmp_path) is None
+    ascii_tokenizer().hf.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None and loaded.decode(loaded.encode("to be")) == "to be"
+    assert loaded.eos_token_id == 1

@@ -1,0 +1,123 @@
+"""Ragged batches for kernel tests, and float64 oracles that go token by token in numpy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import RaggedBatch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch in plain numbers: rows of (tokens before this step, tokens in this step)."""
+
+    decode: tuple[int, ...] = ()  # earlier tokens of each decode row
+    prefill: tuple[tuple[int, int], ...] = ()
+    pad_rows: int = 0
+    pad_tokens: int = 0
+
+    @property
+    def all(self) -> tuple[tuple[int, int], ...]:
+        """(earlier, query) per row, decode rows first."""
+        return (*((n, 1) for n in self.decode), *self.prefill)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included; a batch without prefill rows has T == S."""
+        if not self.prefill and not self.pad_tokens:
+            return self.num_rows
+        return max(sum(n for _, n in self.all) + self.pad_tokens, self.num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """S, padding included."""
+        return len(self.all) + self.pad_rows
+
+    @property
+    def slices(self) -> list[slice]:
+        """The tokens of each row on the flat axis."""
+        ends = np.cumsum([0, *(n for _, n in self.all)])
+        return [slice(int(a), int(b)) for a, b in zip(ends, ends[1:], strict=False)]
+
+    def ragged(self) -> RaggedBatch:
+        """The batch as kernels take it; without prefill rows it is a DECODE batch."""
+        starts = np.cumsum([0, *(n for _, n in self.all)] + [0] * self.pad_rows)
+        lens = [a + b for a, b in self.all] + [0] * self.pad_rows
+        counts = [len(self.decode), len(self.all)]
+        decode_only = not self.prefill and self.num_tokens == self.num_rows
+        return RaggedBatch(_i32(starts), _i32(lens), _i32(counts), decode_only)
+
+
+def _i32(values: Sequence[int] | np.ndarray) -> jnp.ndarray:
+    return jnp.asarray(np.asarray(values, np.int32))
+
+
+def attention_oracle(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: np.ndarray | None,
+) -> np.ndarray:
+    """The last len(q) tokens of one sequence: q [t, N, H], all of k and v [n, K, H]; float64."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x, repeats, axis=1) for x in (k, v))
+    out = np.zeros(q.shape)
+    for i in range(len(q)):
+        end = len(k) - len(q) + i + 1
+        begin = 0 if window is None else max(0, end - window)
+        scores = scale * np.einsum("nh,jnh->nj", q[i], k[begin:end])
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        if sinks is not None:
+            scores = np.concatenate([scores, sinks[:, None]], axis=1)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[i] = np.einsum("nj,jnh->nh", weights[:, : end - begin], v[begin:end])
+    return out
+
+
+def delta_rule_oracle(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    state: np.ndarray,
+    *,
+    scale: float,
+    l2norm: bool = True,
+) -> tuple[np.ndarray, np.ndarray]:
+    """One sequence: q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv], state [Hv, dk, dv]."""
+    if l2norm:
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    repeats = v.shape[1] // k.shape[1]
+    q, k = (np.repeat(x, repeats, axis=1) for x in (q * scale, k))
+    out = np.zeros(v.shape)
+    state = state.copy()
+    for t in range(len(v)):
+        state *= np.exp(g[t])[:, None, None]
+        memory = np.einsum("hkv,hk->hv", state, k[t])
+        state += np.einsum("hk,hv->hkv", k[t], beta[t][:, None] * (v[t] - memory))
+        out[t] = np.einsum("hkv,hk->hv", state, q[t])
+    return out, state
+
+
+def convolution_oracle(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, activation: str | None
+) -> np.ndarray:
+    """One whole sequence: x [T, C], weight [C, W]; float64."""
+    out = np.zeros(x.shape)
+    width = weight.shape[1]
+    for t in range(len(x)):
+        for j in range(width):
+            if t - width + 1 + j >= 0:
+                out[t] += weight[:, j] * x[t - width + 1 + j]
+        if bias is not None:
+            out[t] += bias
+    return out / (1 + np.exp(-out)) if activation == "silu" else out

@@ -1,0 +1,196 @@
+"""paged_attention against a float64 token-by-token oracle, on pools full of NaN."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import paged_attention as op
+from pallas_kernels import registry, storage
+from pallas_kernels.paged_attention.cases import CASES, Case
+from tests.helpers.ragged import Rows, attention_oracle
+
+SMALL = [case for case in CASES if case.name.startswith("tiny")]
+LARGE = [case for case in CASES if not case.name.startswith("tiny")]
+BATCHES = {
+    "decode": Rows(decode=(0, 1, 7, 8, 9, 130, 300), pad_rows=2),
+    "one_decode": Rows(decode=(17,)),
+    "one_token_prompts": Rows(prefill=((0, 1), (0, 1), (5, 1)), pad_rows=1),
+    "mixed": Rows(decode=(3, 150), prefill=((0, 63), (2, 64), (0, 65), (140, 40)), pad_rows=2,
+                  pad_tokens=5),
+    "long_prefill": Rows(prefill=((0, 200), (31, 129)), pad_tokens=40),
+    "padding": Rows(pad_rows=4),
+    "padding_mixed": Rows(pad_rows=4, pad_tokens=9),
+}  # fmt: skip
+IMPLEMENTATIONS = registry.implementations("paged_attention")
+
+
+class Setup:
+    """Random rows, their pages, and what the op must return."""
+
+    def __init__(self, case: Case, rows: Rows, seed: int = 0, spare: int = 0) -> None:
+        """`spare` pads the table's width and the pool, so that batches can share a trace."""
+        rng = np.random.default_rng(seed)
+        self.case, self.rows = case, rows
+        self.dtype = jnp.dtype(case.dtype)
+        self.sequences = [self._sequence(rng, sum(row)) for row in rows.all]
+        shape = (rows.num_tokens, case.num_heads, case.head_dim)
+        # Padding tokens are NaN: they must not reach any output.
+        self.q = np.full(shape, np.nan)
+        self.k, self.v = (np.full((shape[0], case.num_kv_heads, shape[2]), np.nan) for _ in "kv")
+        for (earlier, _), tokens, (q, k, v) in zip(
+            rows.all, rows.slices, self.sequences, strict=True
+        ):
+            self.q[tokens], self.k[tokens], self.v[tokens] = (x[earlier:] for x in (q, k, v))
+        self.sinks = rng.normal(size=case.num_heads) if case.sinks else None
+        self._place(rng, spare)
+
+    def _sequence(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, ...]:
+        heads = (self.case.num_heads, self.case.num_kv_heads, self.case.num_kv_heads)
+        drawn = (rng.normal(size=(length, n, self.case.head_dim)) for n in heads)
+        # Rounded to the dtype under test, so that the oracle sees what the op sees.
+        return tuple(np.asarray(jnp.asarray(x, self.dtype), np.float64) for x in drawn)
+
+    def _place(self, rng: np.random.Generator, spare: int) -> None:
+        """Tables of shuffled page ids; pools before (NaN but for live tokens) and after the op."""
+        case, size = self.case, self.case.page_size
+        live = []  # (row, logical page) that some token of this step sees or writes
+        for earlier, query in self.rows.all:
+            oldest = 0 if case.window is None else max(0, earlier - case.window + 1)
+            live.append(range(oldest // size, (earlier + query - 1) // size + 1))
+        width = max([len(pages) for pages in live] + [spare], default=0) + 1
+        total = max(sum(len(pages) for pages in live), len(live) * spare) + 3
+        ids = iter(rng.permutation(np.arange(1, total)))
+        self.table = np.zeros((self.rows.num_rows, width), np.int32)
+        pool = np.full(op.pages_shape(total, size, case.num_kv_heads, case.head_dim), np.nan)
+        self.before, self.after = pool, pool.copy()
+        for row, (earlier, query) in enumerate(self.rows.all):
+            _, k, v = self.sequences[row]
+            for logical in live[row]:
+                page = self.table[row, logical % width] = next(ids)
+                for position in range(logical * size, min((logical + 1) * size, earlier + query)):
+                    entry = np.stack([k[position], v[position]], axis=1)
+                    self.after[page, position % size] = entry.reshape(-1, case.head_dim)
+                    if position < earlier:
+                        self.before[page, position % size] = self.after[page, position % size]
+
+    def expected(self) -> np.ndarray:
+        """f64[T, N, H]: the oracle's output, 0 for padding."""
+        out = np.zeros(self.q.shape)
+        for (earlier, _), tokens, (q, k, v) in zip(
+            self.rows.all, self.rows.slices, self.sequences, strict=True
+        ):
+            out[tokens] = attention_oracle(q[earlier:], k, v, **self.options, sinks=self.sinks)
+        return out
+
+    @property
+    def options(self) -> dict:
+        """The static options of the call."""
+        scale = self.case.head_dim**-0.5
+        return {"scale": scale, "window": self.case.window, "softcap": self.case.softcap}
+
+    def run(self, implementation: str, pages_dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """The op's output and the values in its pool, as float64."""
+        call = _jitted(implementation, tuple(self.options.items()))
+        q, k, v = (jnp.asarray(x, self.dtype) for x in (self.q, self.k, self.v))
+        pages = storage.encode(jnp.asarray(self.before, self.dtype), pages_dtype)
+        sinks = None if self.sinks is None else jnp.asarray(self.sinks, jnp.float32)
+        out, pages = call(q, k, v, pages, jnp.asarray(self.table), self.rows.ragged(), sinks=sinks)
+        assert out.dtype == self.dtype and pages.dtype == pages_dtype
+        return np.asarray(out, np.float64), np.asarray(storage.decode(pages), np.float64)
+
+
+@functools.cache
+def _jitted(implementation: str, options: tuple):
+    return jax.jit(
+        functools.partial(op.paged_attention, implementation=implementation, **dict(options))
+    )
+
+
+def check(setup: Setup, implementation: str, pages_dtype: jnp.dtype | None = None) -> None:
+    out, pages = setup.run(implementation, pages_dtype or storage.storage_dtype(setup.case.dtype))
+    np.testing.assert_allclose(out, setup.expected(), rtol=0, atol=setup.case.atol)
+    # Page 0 is the null page: its contents mean nothing.
+    np.testing.assert_array_equal(pages[1:], setup.after[1:])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_small_shapes(case: Case, batch: str, implementation: str) -> None:
+    check(Setup(case, BATCHES[batch]), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_model_shapes(case: Case, implementation: str) -> None:
+    rows = Rows(decode=(4, 143), prefill=((0, 17), (120, 20)), pad_rows=1, pad_tokens=3)
+    check(Setup(case, rows), implementation)
+
+
+@pytest.mark.parametrize("lengths", [(511, 512, 513, 600)])
+def test_decode_around_a_real_window(lengths: tuple[int, ...]) -> None:
+    case = next(case for case in CASES if case.name == "gemma3_270m_local")
+    check(Setup(case, Rows(decode=lengths)), "reference")
+
+
+def test_bfloat16_pages_that_are_not_bits() -> None:
+    """The layout that accelerators use must also be right on CPU."""
+    case = next(case for case in CASES if case.name == "gemma3_270m_local")
+    rows = Rows(decode=(20,), prefill=((0, 9),))
+    check(Setup(case, rows), "reference", jnp.dtype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_random_batches(case: Case) -> None:
+    rng = np.random.default_rng(7)
+    for seed in range(4):
+        decode = tuple(int(n) for n in rng.integers(0, 40, size=3))
+        prefill = tuple((int(n), int(t)) for n, t in rng.integers(1, 30, size=(3, 2)))
+        used = 3 + sum(t for _, t in prefill)
+        rows = Rows(decode, prefill, pad_rows=1, pad_tokens=96 - used)
+        check(Setup(case, rows, seed, spare=70 // case.page_size + 1), "reference")
+
+
+def test_window_does_not_see_further() -> None:
+    """A change of the token just outside the window changes nothing; just inside, it does."""
+    case = Case("narrow", 2, 1, 8, page_size=4, window=5)
+    setup = Setup(case, Rows(decode=(12,)))
+    out, _ = setup.run("reference", jnp.dtype("float32"))
+    for position, changes in ((7, False), (8, True)):  # the query sits at 12: 12 - 5 < p
+        page = setup.table[0, (position // 4) % setup.table.shape[1]]
+        before = setup.before.copy()
+        setup.before = before.copy()
+        setup.before[page, position % 4] += 1.0
+        changed, _ = setup.run("reference", jnp.dtype("float32"))
+        setup.before = before
+        assert np.array_equal(out, changed) is not changes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 0}, "window must be at least 1"),
+        ({"softcap": 0.0}, "softcap must be positive"),
+        ({"k": jnp.zeros((2, 2, 7))}, "k must be"),
+        ({"pages": jnp.zeros((4, 4, 2, 8))}, "pages must be"),
+        ({"table": jnp.zeros((3, 2), jnp.int32)}, "table must be"),
+        ({"table": jnp.zeros((2, 2), jnp.int16)}, "table must be int32"),
+        ({"sinks": jnp.zeros(3)}, "sinks must be"),
+        ({"implementation": "nonsense"}, "known: .*reference"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict, message: str) -> None:
+    arguments = {
+        "q": jnp.zeros((2, 4, 8)),
+        "k": jnp.zeros((2, 2, 8)),
+        "v": jnp.zeros((2, 2, 8)),
+        "pages": jnp.zeros((4, 4, 4, 8)),
+        "table": jnp.zeros((2, 2), jnp.int32),
+        "ragged": Rows(decode=(1, 1)).ragged(),
+        "scale": 1.0,
+    }
+    with pytest.raises(ValueError, match=message):
+        op.paged_attention(**(arguments | change))

@@ -1,0 +1,105 @@
+"""Selection of implementations: order, refusals, forced choices, report."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import platform
+from pallas_kernels.registry import ArrayFacts, Facts, Registry, never
+
+
+def run() -> str:
+    return "ran"
+
+
+def only_small(facts: Facts) -> str | None:
+    return "x is wider than 8" if facts.values["x"].shape[-1] > 8 else None
+
+
+@pytest.fixture
+def registry() -> Registry:
+    registry = Registry()
+    registry.register("op", "reference", run, never)  # asked last, whenever registered
+    registry.register("op", "fast", run, only_small)
+    return registry
+
+
+def facts(width: int, device: str = "cpu") -> Facts:
+    with platform.target(device, f"test {device}"):
+        return Facts.of(x=jax.ShapeDtypeStruct((2, width), jnp.bfloat16), flag=True)
+
+
+def test_facts_describe_arrays_and_device() -> None:
+    value = facts(8, "tpu")
+    assert (value.platform, value.device_kind) == ("tpu", "test tpu")
+    assert value.values["x"] == ArrayFacts((2, 8), "bfloat16")
+    assert value.values["flag"] is True
+    assert hash(value) == hash(facts(8, "tpu")) and value != facts(9, "tpu")
+    assert jax.jit(lambda x: len(Facts.of(x=x).values["x"].shape))(jnp.zeros((2, 3))) == 2
+    with pytest.raises(TypeError):
+        value.values["flag"] = False  # type: ignore[index]
+
+
+def test_target_is_undone() -> None:
+    before = platform.current()
+    with pytest.raises(RuntimeError), platform.target("tpu", "TPU v9"):
+        assert platform.current() == ("tpu", "TPU v9")
+        raise RuntimeError
+    assert platform.current() == before
+
+
+def test_first_that_does_not_refuse_runs(registry: Registry) -> None:
+    assert registry.implementations("op") == ("fast", "reference")
+    assert registry.select("op", facts(8)).implementation == "fast"
+    fallback = registry.select("op", facts(9))
+    assert fallback.implementation == "reference" and fallback.fn() == "ran"
+    assert fallback.refused == (("fast", "x is wider than 8"),)
+
+
+def test_report_lists_each_choice_once(registry: Registry) -> None:
+    for width in (8, 9, 8):
+        registry.select("op", facts(width))
+    registry.select("op", facts(8), forced="reference")
+    chosen = [(s.implementation, s.forced) for s in registry.report()]
+    assert chosen == [("fast", False), ("reference", False), ("reference", True)]
+
+
+def test_forced_choices(registry: Registry) -> None:
+    assert registry.select("op", facts(8), forced="fast").implementation == "fast"
+    with pytest.raises(ValueError, match="fast: x is wider than 8"):
+        registry.select("op", facts(9), forced="fast")
+    with pytest.raises(ValueError, match="unknown implementation 'slow'; known: fast, reference"):
+        registry.select("op", facts(8), forced="slow")
+    with pytest.raises(ValueError, match="unknown op 'other'; known: op"):
+        registry.select("other", facts(8))
+    assert [s.implementation for s in registry.report()] == ["fast"]  # refusals choose nothing
+
+
+def test_nothing_can_run() -> None:
+    registry = Registry()
+    registry.register("op", "fast", run, only_small)
+    with pytest.raises(ValueError, match="no implementation can run on test gpu: fast: x is wider"):
+        registry.select("op", facts(9, "gpu"))
+
+
+def test_duplicates_are_refused(registry: Registry) -> None:
+    with pytest.raises(ValueError, match="'fast' is already registered"):
+        registry.register("op", "fast", run, never)
+
+
+@pytest.mark.parametrize("device", ["tpu", "gpu"])
+def test_fallback_on_an_accelerator_is_logged(
+    registry: Registry, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        registry.select("op", facts(9, "cpu"))
+        registry.select("op", facts(8, device))
+        registry.select("op", facts(9, device), forced="reference")
+        assert not caplog.records
+        registry.select("op", facts(9, device))
+        registry.select("op", facts(9, device))  # the same choice is not logged again
+    (record,) = caplog.records
+    assert f"op runs the slow reference on test {device}" in record.message
+    assert "fast: x is wider than 8" in record.message

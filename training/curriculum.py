@@ -1,0 +1,50 @@
+"""The stages of training: what a batch holds at each, and when the next one begins.
+
+Recall is a circuit that a model finds suddenly, and only if questions are dense: the first stages
+are nothing but facts and repetitions of them. Distance, filler and plain text come once it works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`rows` x `length` tokens a batch; the other values bound what a document draws.
+
+    keys: most facts of a document.
+    filler: most filler tokens of a document.
+    questions: most questions of a document with filler; one without is filled with questions.
+    text: share of rows that are plain corpus text.
+    drill: share of documents without filler.
+    chat: share of documents with filler that are written as a chat.
+    """
+
+    rows: int
+    length: int
+    keys: int
+    filler: int = 0
+    questions: int = 1
+    text: float = 0.0
+    drill: float = 1.0
+    chat: float = 0.0
+
+
+STAGES = (
+    Stage(16, 128, keys=1),
+    Stage(16, 128, keys=2),
+    Stage(16, 128, keys=4, text=0.2),
+    Stage(16, 128, keys=3, filler=60, questions=5, text=0.3, drill=0.4),
+    Stage(8, 256, keys=5, filler=170, questions=6, text=0.4, drill=0.15),
+    Stage(4, 512, keys=6, filler=420, questions=7, text=0.5, drill=0.1, chat=0.1),
+)
+WINDOW = 25  # steps whose accuracy is averaged
+PASS = 0.97  # accuracy of single answer digits; 0.97 ** 4 = 0.89 of the answers
+
+
+def next_stage(stage: int, accuracies: list[float]) -> int:
+    """The stage after `stage` once the newest accuracies of the current one are good enough."""
+    newest = accuracies[-WINDOW:]
+    passed = len(newest) == WINDOW and sum(newest) / WINDOW > PASS
+    return min(stage + 1, len(STAGES) - 1) if passed else stage
