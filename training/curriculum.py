@@ -13,12 +13,13 @@ from dataclasses import dataclass
 class Stage:
     """`rows` x `length` tokens a batch; the other values bound what a document draws.
 
-    keys: most facts of a document.
+    keys: most facts of a document; one without filler has at least half as many.
     filler: most filler tokens of a document.
     questions: most questions of a document with filler; one without is filled with questions.
     text: share of rows that are plain corpus text.
     drill: share of documents without filler.
     chat: share of documents with filler that are written as a chat.
+    passing: accuracy of single answer digits that ends the stage; 0.97 ** 4 = 0.89 of the answers.
     """
 
     rows: int
@@ -29,22 +30,21 @@ class Stage:
     text: float = 0.0
     drill: float = 1.0
     chat: float = 0.0
+    passing: float = 0.97
 
 
 STAGES = (
     Stage(16, 128, keys=1),
-    Stage(16, 128, keys=2),
-    Stage(16, 128, keys=4, text=0.2),
-    Stage(16, 128, keys=3, filler=60, questions=5, text=0.3, drill=0.4),
+    Stage(16, 128, keys=4),
+    Stage(16, 128, keys=4, text=0.25, filler=60, questions=5, drill=0.5),
     Stage(8, 256, keys=5, filler=170, questions=6, text=0.4, drill=0.15),
     Stage(4, 512, keys=6, filler=420, questions=7, text=0.5, drill=0.1, chat=0.1),
 )
 WINDOW = 25  # steps whose accuracy is averaged
-PASS = 0.97  # accuracy of single answer digits; 0.97 ** 4 = 0.89 of the answers
 
 
 def next_stage(stage: int, accuracies: list[float]) -> int:
     """The stage after `stage` once the newest accuracies of the current one are good enough."""
     newest = accuracies[-WINDOW:]
-    passed = len(newest) == WINDOW and sum(newest) / WINDOW > PASS
+    passed = len(newest) == WINDOW and sum(newest) / WINDOW > STAGES[stage].passing
     return min(stage + 1, len(STAGES) - 1) if passed else stage

@@ -94,7 +94,7 @@ class DataSource:
 
     def _drill(self, rng: random.Random, room: int, stage: Stage) -> Tokens:
         """Facts, then nothing but questions for `room` tokens, in random order."""
-        facts = recall.make_facts(rng, rng.randint(1, stage.keys))
+        facts = recall.make_facts(rng, rng.randint((stage.keys + 1) // 2, stage.keys))
         body: Tokens = []
         pending = list(facts)
         known: list[recall.Fact] = []

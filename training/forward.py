@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax
 
-from hybrid_jax import generate
+from hybrid_jax.generate import forward as dense_forward
 from hybrid_jax.models import config_from_hf, params_from_hub
 from hybrid_jax.models.decoder import abstract_params
 
@@ -21,7 +21,7 @@ def make_forward(config: dict) -> Forward:
     graph, _, _ = abstract_params(model, "float32")
 
     def forward(tensors: Tensors, tokens: jax.Array) -> jax.Array:
-        return generate.forward(graph, params_from_hub(model, tensors), tokens, chunked=True)
+        return dense_forward(graph, params_from_hub(model, tensors), tokens, chunked=True)
 
     return forward
 

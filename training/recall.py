@@ -14,21 +14,19 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Each is one token of the bundled tokenizer.
-NAMES = tuple(
-    (
-        "Aaron Abel Abner Abraham Absalom Adam Adonijah Ahab Ahaz Amaziah Amnon Amos Asa Asaph Asher "
-        "Azariah Baal Balaam Balak Barnabas Baruch Benaiah Benjamin Boaz Caesar Cain Caleb Canaan "
-        "Cyrus Dan Daniel Darius David Edom Eleazar Eli Eliab Elijah Elisha Enoch Ephraim Esau Esther "
-        "Ezra Gad Gedaliah Gideon Gilead Haman Hannah Herod Hezekiah Hilkiah Hiram Isaac Isaiah "
-        "Ishmael Jacob James Jehoiada Jehu Jephthah Jeremiah Jeroboam Jesse Jethro Joab Joash Job "
-        "Joel John Jonah Jonathan Joram Joseph Joshua Josiah Jotham Judah Judas Korah Laban Lazarus "
-        "Leah Levi Lot Luke Manasseh Mark Martha Mary Merari Micah Miriam Moab Mordecai Moses Naboth "
-        "Nahum Naomi Nathan Noah Obed Paul Peter Pharaoh Philip Phinehas Pilate Rachel Rebekah Reuben "
-        "Ruth Samson Samuel Sarah Saul Shem Silas Simeon Simon Solomon Stephen Tamar Thomas Timothy "
-        "Uriah Uzziah Zadok"
-    ).split()
-)
+_NAMES = """
+Aaron Abel Abner Abraham Absalom Adam Adonijah Ahab Ahaz Amaziah Amnon Amos Asa Asaph Asher
+Azariah Baal Balaam Balak Barnabas Baruch Benaiah Benjamin Boaz Caesar Cain Caleb Canaan Cyrus
+Dan Daniel Darius David Edom Eleazar Eli Eliab Elijah Elisha Enoch Ephraim Esau Esther Ezra
+Gad Gedaliah Gideon Gilead Haman Hannah Herod Hezekiah Hilkiah Hiram Isaac Isaiah Ishmael
+Jacob James Jehoiada Jehu Jephthah Jeremiah Jeroboam Jesse Jethro Joab Joash Job Joel John
+Jonah Jonathan Joram Joseph Joshua Josiah Jotham Judah Judas Korah Laban Lazarus Leah Levi Lot
+Luke Manasseh Mark Martha Mary Merari Micah Miriam Moab Mordecai Moses Naboth Nahum Naomi
+Nathan Noah Obed Paul Peter Pharaoh Philip Phinehas Pilate Rachel Rebekah Reuben Ruth Samson
+Samuel Sarah Saul Shem Silas Simeon Simon Solomon Stephen Tamar Thomas Timothy Uriah Uzziah
+Zadok
+"""
+NAMES = tuple(_NAMES.split())  # each is one token of the bundled tokenizer
 DIGITS = 4
 
 FILLER = (

@@ -81,7 +81,9 @@ def main() -> None:
     chapters, held_out = corpus.load(args.corpus)
     # So many facts that every name becomes one token.
     facts = [
-        f"{recall.Fact(name, '').stem} {i % 10}." for name in recall.NAMES for i in range(FACTS_PER_NAME)
+        f"{recall.Fact(name, '').stem} {i % 10}."
+        for name in recall.NAMES
+        for i in range(FACTS_PER_NAME)
     ]
     tokenizer = train(chapters + facts)
     save(tokenizer, args.out)

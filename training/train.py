@@ -2,6 +2,7 @@
 
     python -m training.train --corpus DIR --tokenizer DIR --out DIR --minutes 60
 
+SIGTERM ends it after the current step; the same command continues.
 `OUT/log.jsonl` holds one JSON object a line; `OUT/checkpoint.safetensors` the newest state.
 """
 
@@ -11,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import time
 import warnings
 from dataclasses import dataclass
@@ -164,7 +166,9 @@ def run(args: argparse.Namespace, source: DataSource, forward: Forward, judge: E
     saved = judged = state.elapsed
     recent: list[dict[str, float]] = []
     accuracies: list[float] = []
-    while (progress := state.elapsed / (60 * args.minutes)) < 1:
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    while not stopped and (progress := state.elapsed / (60 * args.minutes)) < 1:
         stage = STAGES[state.stage]
         batch = source.batch(state.step, stage)
         lr = learning_rate(state.step, progress, args.lr)

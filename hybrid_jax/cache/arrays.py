@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec
 from pallas_kernels import paged_attention
+from pallas_kernels.storage import storage_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -55,11 +55,12 @@ def cache_shapes(spec: CacheSpec, count: int, page_size: int) -> LayerCache:
     """The arrays of one layer as a `LayerCache` of `jax.ShapeDtypeStruct`."""
     if isinstance(spec, StateSpec):
         arrays = {
-            a.name: jax.ShapeDtypeStruct((count, *a.shape), jnp.dtype(a.dtype)) for a in spec.arrays
+            a.name: jax.ShapeDtypeStruct((count, *a.shape), storage_dtype(a.dtype))
+            for a in spec.arrays
         }
         return StateCache(**arrays)
     shape = paged_attention.pages_shape(count, page_size, spec.num_kv_heads, spec.head_dim)
-    return PagedCache(jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype)))
+    return PagedCache(jax.ShapeDtypeStruct(shape, storage_dtype(spec.dtype)))
 
 
 def cache_axes(spec: CacheSpec) -> LayerCache:

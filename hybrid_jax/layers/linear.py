@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.storage import decode, encode, storage_dtype
+
 Axes = Sequence[str | None]
 
 
@@ -67,7 +69,8 @@ class Embedding(nnx.Module):
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """token_ids i32[...] -> [..., embed]."""
-        return self.weight[...][token_ids]
+        weight = self.weight[...]
+        return decode(encode(weight, storage_dtype(weight.dtype))[token_ids])
 
     def attend(self, x: jax.Array) -> jax.Array:
         """x [..., embed] -> float32 logits [..., vocab]."""

@@ -50,8 +50,8 @@ class StepBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What the host reads after a step. Values of padding rows and of unfinished prefill chunks
-    are meaningless and must be ignored."""
+    """What the host reads after a step. Padding rows are meaningless and must be ignored; so is, of
+    an unfinished prefill chunk, everything but `owner_ok`."""
 
     tokens: jax.Array  # i32[S] sampled token per batch row
     logprob: jax.Array  # f32[S] log probability of it; 0 when no row asked for log probabilities

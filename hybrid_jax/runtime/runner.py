@@ -114,6 +114,7 @@ class Runner:
 
     def reset(self) -> None:
         """Makes fresh caches after a step that failed, whatever happened to the old ones."""
+        del self._carry  # or both would be in memory at once
         self._carry = self._fresh_carry()
 
     def warmup(self, batches: Iterable[StepBatch]) -> None:

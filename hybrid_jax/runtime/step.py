@@ -23,6 +23,7 @@ from hybrid_jax.runtime.batch import Carry, StateSlots, StepBatch, StepOutput
 from hybrid_jax.runtime.mesh import Partitioner
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable, sample
 from hybrid_jax.specs import CacheGroup, StateSpec
+from pallas_kernels.storage import encode, value_dtype
 
 Leaves = tuple[jax.Array, ...]
 StepFunction = Callable[[Leaves, Carry, StepBatch, SamplingTable], tuple[StepOutput, Carry]]
@@ -61,7 +62,8 @@ def init_carry(
 
     def make(shape: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], spec: Any) -> jax.Array:
         sharding = partitioner.cache(spec, axes) if partitioner else None
-        return jnp.full(shape.shape, fill, shape.dtype, device=sharding)
+        value = encode(jnp.full((), fill, value_dtype(shape.dtype)), shape.dtype)
+        return jnp.full(shape.shape, value, shape.dtype, device=sharding)
 
     caches: list[LayerCache] = []
     for group, spec in layer_specs(groups):
@@ -156,8 +158,13 @@ def check_owners(
     return ok, tuple(updated)
 
 
-def jit_step(step: StepFunction, carry: Carry, *, eager: bool, sharded: bool) -> StepFunction:
-    """Compiles the step, donating the carry; `eager` returns it as it is, for debugging."""
+def jit_step(
+    step: StepFunction, carry: Carry | None, *, eager: bool, sharded: bool
+) -> StepFunction:
+    """Compiles the step, donating the carry; `eager` returns it as it is, for debugging.
+
+    `carry` is needed for its shardings only, when `sharded`.
+    """
     if eager:
         return step
     options: dict[str, Any] = {}

@@ -63,7 +63,7 @@ def chunked(
     g: jax.Array,
     beta: jax.Array,
     initial: jax.Array | None = None,
-    chunk: int = 32,
+    chunk: int = 64,
     *,
     scale: float | None = None,
     l2norm: bool = True,
