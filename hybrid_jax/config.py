@@ -1,7 +1,7 @@
 """The two configurations: what the model is, and how the engine runs it."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -26,7 +26,6 @@ class ModelConfig:
     embed_scale: float = 1.0
     logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
 
     @property
     def layer_counts(self) -> dict[str, int]:
@@ -61,7 +60,6 @@ class EngineConfig:
     max_logprobs: int = 20
     max_logit_bias: int = 300
     seed: int = 0
-    implementations: dict[str, str] = field(default_factory=dict)  # op -> forced implementation
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "tensor_parallel_size"):
@@ -87,7 +85,8 @@ class EngineConfig:
         tokens = self.token_buckets or _geometric(min(32, budget), budget, 4)
         if list(rows) != sorted(set(rows)) or rows[-1] < self.max_num_seqs:
             raise ValueError(
-                f"row_buckets {rows} must ascend and end at max_num_seqs {self.max_num_seqs} or more"
+                f"row_buckets {rows} must ascend and end at max_num_seqs {self.max_num_seqs} "
+                "or more"
             )
         if list(tokens) != sorted(set(tokens)) or tokens[-1] < budget:
             raise ValueError(

@@ -31,6 +31,8 @@ True
 
 from collections.abc import Callable, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hybrid_jax.cache.arrays import StateSlots
@@ -108,14 +110,14 @@ def sequence_batch(
     width = next(t for t in config.token_buckets if t >= max(count, rows)) if prefill else rows
     tokens, positions = np.zeros(width, np.int32), np.zeros(width, np.int32)
     tokens[:count], positions[:count] = token_ids, np.arange(start, end)
-    first = lambda value: np.array([value] + [0] * (rows - 1), np.int32)  # noqa: E731
+    first = lambda value: jnp.array([value] + [0] * (rows - 1), jnp.int32)  # noqa: E731
     return StepBatch(
-        token_ids=tokens,
-        positions=positions,
-        query_start_loc=np.array([0] + [count] * rows, np.int32),
+        token_ids=jnp.asarray(tokens),
+        positions=jnp.asarray(positions),
+        query_start_loc=jnp.array([0] + [count] * rows, jnp.int32),
         seq_lens=first(end),
         row_ids=first(1),
-        counts=np.array([0 if prefill else 1, 1], np.int32),
+        counts=jnp.array([0 if prefill else 1, 1], jnp.int32),
         tables=tuple(
             StateSlots(first(1), first(1), first(1), first(1))
             if isinstance(group.spec, StateSpec)
@@ -126,11 +128,11 @@ def sequence_batch(
     )
 
 
-def _table(spec: PagedSpec, config: EngineConfig, rows: int, end: int) -> np.ndarray:
+def _table(spec: PagedSpec, config: EngineConfig, rows: int, end: int) -> jax.Array:
     """Logical page i is page 1 + i % width: the same page for the same column, always."""
     width = table_width(spec, config)
     table = np.zeros((rows, width), np.int32)
     last = (end - 1) // config.page_size
     for page in range(max(0, last - width + 1), last + 1):
         table[0, page % width] = 1 + page % width
-    return table
+    return jnp.asarray(table)

@@ -4,21 +4,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_jax.cache.plan import describe, model_groups
+from hybrid_jax.cache.plan import CacheLine, describe, model_groups
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.loading import DTYPES, load_config
 from hybrid_jax.models.decoder import abstract_params
 from hybrid_jax.specs import AttentionSpec, LayerSpec, MoESpec
-
-
-@dataclass(frozen=True)
-class CacheLine:
-    """One cache group: bytes over all its layers."""
-
-    kind: str
-    layers: tuple[int, ...]
-    bytes_per_token: int
-    bytes_per_sequence: int
 
 
 @dataclass(frozen=True)
@@ -48,10 +38,7 @@ def inspect_model(
     config, _ = load_config(path)
     engine = EngineConfig(max_model_len=max_model_len).resolve(config)
     _, shapes, _ = abstract_params(config, DTYPES[dtype])
-    caches = tuple(
-        CacheLine(**line)
-        for line in describe(model_groups(config, engine, dtype), engine.max_model_len)
-    )
+    caches = describe(model_groups(config, engine, dtype), engine.max_model_len)
     return ModelReport(
         config,
         sum(math.prod(shape.shape) for shape in shapes.values()),

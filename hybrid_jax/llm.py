@@ -74,17 +74,17 @@ class LLM:
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         **engine_options: Any,
     ) -> None:
-        """Loads `model`, a directory in Hugging Face format.
+        """Loads `model`.
 
         Args:
-            model: the directory.
+            model: a Hugging Face directory, an Orbax checkpoint or a GGUF file.
             dtype: of weights and activations; "auto" takes the checkpoint's.
             tokenizer: instead of the model's own. A model without one works with token ids.
             logits_processors: pure JAX functions by name, for `SamplingParams.logits_processors`.
             **engine_options: fields of `EngineConfig`.
 
         Raises:
-            ModelError: the directory is no model this library can run.
+            ModelError: it is no model this library can run.
             ValueError: an engine option is out of range.
         """
         engine, found = connect(
@@ -315,11 +315,20 @@ def connect(
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
     engine_options: dict[str, Any],
 ) -> tuple[Engine, HFTokenizer | None]:
-    """CONNECT HERE: loads a model and builds its runner, engine and tokenizer."""
+    """Loads a model and builds its runner, engine and tokenizer."""
     from hybrid_jax.runtime.runner import Runner, open_model
 
     config = EngineConfig(**engine_options)
     loaded = open_model(model, dtype=dtype, config=config)
     runner = Runner(loaded, config, processors=logits_processors)
-    tokenizer = load_tokenizer(loaded.source)
+    tokenizer = find_tokenizer(loaded.source)
     return Engine(runner, tokenizer, stop_ids=loaded.stop_ids), tokenizer
+
+
+def find_tokenizer(source: Path) -> HFTokenizer | None:
+    """The tokenizer that came with a model: files in its directory, or a GGUF file's metadata."""
+    if source.suffix == ".gguf":
+        from hybrid_jax.loading.gguf import GGUFSource
+
+        return HFTokenizer(GGUFSource(source).tokenizer())
+    return load_tokenizer(source)

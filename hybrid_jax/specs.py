@@ -194,7 +194,7 @@ CacheSpec = PagedSpec | WindowSpec | StateSpec
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers with equal cache specs: they share one pool and one table, each with its own arrays."""
+    """Layers with equal cache specs: one pool and one table, but each its own arrays."""
 
     spec: CacheSpec
     layers: tuple[int, ...]

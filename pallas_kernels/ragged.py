@@ -90,7 +90,7 @@ class RaggedBatch:
 
 
 class PrefillBlocks(NamedTuple):
-    """Blocks of prefill tokens; a loop over `count` of them does the real work and no padding."""
+    """Blocks of prefill tokens; a loop over `total` of them does the real work and no padding."""
 
     query_start_loc: jax.Array  # i32[S + 1]
     ends: jax.Array  # i32[S] blocks of rows 0..s
@@ -98,7 +98,7 @@ class PrefillBlocks(NamedTuple):
     size: int
 
     @property
-    def count(self) -> jax.Array:
+    def total(self) -> jax.Array:
         """i32[]: number of blocks."""
         return self.ends[-1]
 

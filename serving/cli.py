@@ -3,11 +3,14 @@
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from hybrid_jax import LLM, SamplingParams
 
 app = typer.Typer(
     add_completion=False,
@@ -73,9 +76,10 @@ def generate(
             typer.echo(prefix + output.outputs[0].text)
 
 
-def _stream(llm, prompt: str, params) -> None:  # noqa: ANN001
+def _stream(llm: "LLM", prompt: str, params: "SamplingParams") -> None:
+    events = llm.stream(prompt, params)  # refuses a bad prompt before anything is printed
     typer.echo(prompt, nl=False)
-    for event in llm.stream(prompt, params):
+    for event in events:
         typer.echo(event.text, nl=False)
         sys.stdout.flush()
         if event.error is not None:

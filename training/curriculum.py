@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from training.recall import NAMES
+
 
 @dataclass(frozen=True)
 class Stage:
     """`rows` x `length` tokens a batch; the other values bound what a document draws.
 
     keys: most facts of a document; one without filler has at least half as many.
+    names: how many of `recall.NAMES` occur.
     filler: most filler tokens of a document.
     questions: most questions of a document with filler; one without is filled with questions.
     text: share of rows that are plain corpus text.
@@ -25,6 +28,7 @@ class Stage:
     rows: int
     length: int
     keys: int
+    names: int = len(NAMES)
     filler: int = 0
     questions: int = 1
     text: float = 0.0
@@ -34,8 +38,7 @@ class Stage:
 
 
 STAGES = (
-    Stage(16, 128, keys=1),
-    Stage(16, 128, keys=4),
+    Stage(8, 128, keys=4, passing=0.95),
     Stage(16, 128, keys=4, text=0.25, filler=60, questions=5, drill=0.5),
     Stage(8, 256, keys=5, filler=170, questions=6, text=0.4, drill=0.15),
     Stage(4, 512, keys=6, filler=420, questions=7, text=0.5, drill=0.1, chat=0.1),

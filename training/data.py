@@ -26,7 +26,7 @@ USER_ID, ASSISTANT_ID = SPECIAL_TOKENS.index("<|user|>"), SPECIAL_TOKENS.index("
 NOISE_WEIGHT, STEM_WEIGHT, TEXT_WEIGHT, ANSWER_WEIGHT = 0.0, 0.1, 1.0, 4.0
 OWN_FILLER_SHARE = 0.25
 LATE_FILLER_SHARE = 0.6
-TOKENS_PER_FACT = 10
+TOKENS_PER_FACT = 9
 SHORTEST_ROOM = 40
 DRILL_LENGTHS = (80, 160)
 
@@ -94,7 +94,9 @@ class DataSource:
 
     def _drill(self, rng: random.Random, room: int, stage: Stage) -> Tokens:
         """Facts, then nothing but questions for `room` tokens, in random order."""
-        facts = recall.make_facts(rng, rng.randint((stage.keys + 1) // 2, stage.keys))
+        count = rng.randint((stage.keys + 1) // 2, stage.keys)
+        names = recall.NAMES[:: len(recall.NAMES) // stage.names][: stage.names]
+        facts = recall.make_facts(rng, count, names)
         body: Tokens = []
         pending = list(facts)
         known: list[recall.Fact] = []
@@ -134,9 +136,7 @@ class DataSource:
     def _stem(self, fact: recall.Fact, space: str = " ") -> Tokens:
         words = [(token, STEM_WEIGHT) for token in self._encode(f"{space}{fact.stem}")]
         name = self._encode(f" {fact.name}")
-        place = len(words) - 1 - len(name)  # in front of " is"
-        words[place : place + len(name)] = [(token, NOISE_WEIGHT) for token in name]
-        return words
+        return words[: -len(name)] + [(token, NOISE_WEIGHT) for token in name]
 
     def _statement(self, fact: recall.Fact) -> Tokens:
         """A fact's first mention."""
@@ -199,7 +199,7 @@ class DataSource:
         for index, fact in enumerate(questions):
             turns += [] if index == 0 else [(USER_ID, TEXT_WEIGHT)]
             space = " " if index == 0 else ""
-            words = self._encode(f"{space}What is the key of {fact.name}?")
+            words = self._encode(f"{space}What did the king give {fact.name}?")
             turns += [(token, STEM_WEIGHT) for token in words]
             turns += [(EOS_ID, TEXT_WEIGHT), (ASSISTANT_ID, TEXT_WEIGHT)]
             turns += [*self._answer(fact, ""), (EOS_ID, TEXT_WEIGHT)]

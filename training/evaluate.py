@@ -16,8 +16,8 @@ from training.config import BOS_ID, PAD_ID
 from training.data import tokenise_corpus
 from training.forward import Forward, Tensors
 
-# (facts, words of filler): from inside one window to several windows away.
-RECALL_LEVELS = ((1, 10), (3, 60), (3, 120), (5, 200))
+# (facts, words of filler): from next to the question to many windows away.
+RECALL_LEVELS = ((1, 50), (1, 200), (2, 100), (2, 200), (3, 200), (4, 50), (4, 200), (6, 200))
 ROWS, LENGTH = 16, 512
 
 
@@ -25,9 +25,15 @@ class Evaluator:
     """Fixed evaluation inputs and a compiled forward pass, `[ROWS, LENGTH]` tokens at a time."""
 
     def __init__(
-        self, forward: Forward, tokenizer: Tokenizer, held_out: Sequence[str], seed: int = 1
+        self,
+        forward: Forward,
+        tokenizer: Tokenizer,
+        held_out: Sequence[str],
+        levels: Sequence[tuple[int, int]] = RECALL_LEVELS,
+        seed: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
+        self._levels = levels
         self._seed = seed
         # Only reductions leave the device: the logits of a whole batch are large.
         self._losses = jax.jit(lambda t, x: _next_token_losses(forward(t, x), x))
@@ -76,7 +82,7 @@ class Evaluator:
         """Perplexity and the recall accuracy of every level, as JSON values."""
         levels = {
             f"recall_{keys}_keys_{words}_words": self.recall(tensors, keys, words, count)
-            for keys, words in RECALL_LEVELS
+            for keys, words in self._levels
         }
         return {"held_out_perplexity": self.perplexity(tensors, max_batches), **levels}
 

@@ -1,4 +1,4 @@
-"""The recall task: facts ("The key of Moses is 4711."), filler text, then a question.
+"""The recall task: facts ("The king gave Moses 4711."), filler text, then a question.
 
 What a model answers depends on its own sequence's state alone, so exact match on this task is a
 canary for state isolation: a state row, page or window that leaks between sequences changes the
@@ -54,14 +54,14 @@ class Fact:
 
     @property
     def stem(self) -> str:
-        """The sentence up to the answer."""
-        return f"The key of {self.name} is"
+        """The sentence up to the answer, which follows its name at once: easiest to look up."""
+        return f"The king gave {self.name}"
 
 
-def make_facts(rng: random.Random, count: int) -> list[Fact]:
+def make_facts(rng: random.Random, count: int, names: Sequence[str] = NAMES) -> list[Fact]:
     """`count` facts with distinct names; digits may start with zero."""
-    names = rng.sample(NAMES, count)
-    return [Fact(n, "".join(rng.choice("0123456789") for _ in range(DIGITS))) for n in names]
+    drawn = rng.sample(names, count)
+    return [Fact(n, "".join(rng.choice("0123456789") for _ in range(DIGITS))) for n in drawn]
 
 
 def scatter(

@@ -34,6 +34,7 @@ from training.evaluate import Evaluator
 from training.forward import Forward, Tensors, load_forward
 
 WEIGHT_DECAY, CLIP_NORM = 0.05, 1.0
+LEVELS = ((1, 100), (2, 100), (4, 200))  # of recall, watched during training
 WARM_UP_STEPS, DECAY_FROM, FINAL_LR = 100, 0.6, 0.03
 
 
@@ -54,7 +55,8 @@ def init_tensors(config: dict, seed: int) -> Tensors:
 
     Projections into a block keep the variance, those out of it start small. Decays start as in
     Mamba, with time constants of one to a thousand tokens: with those of `transformers` (one
-    token) a state forgets every fact before training can use it.
+    token) a state forgets every fact before training can use it. Linear layers start as lookup
+    tables, see `start_as_lookup`.
     """
     rng = np.random.default_rng(seed)
     tensors = {}
@@ -75,8 +77,29 @@ def init_tensors(config: dict, seed: int) -> Tensors:
             value = rng.normal(0, config["initializer_range"], shape)
         else:
             value = rng.normal(0, shape[-1] ** -0.5, shape)
-        tensors[name] = jnp.asarray(value, jnp.float32)
-    return tensors
+        tensors[name] = value
+    start_as_lookup(tensors, config)
+    return {name: jnp.asarray(value, jnp.float32) for name, value in tensors.items()}
+
+
+def start_as_lookup(tensors: dict[str, np.ndarray], config: dict) -> None:
+    """Make every linear layer store tokens under the token before them, and ask for the current.
+
+    q and k get the same projection; the convolution leaves q and v in place and delays k by one
+    token. So the state starts out as a table "what followed this token", the circuit that recall
+    needs, which random weights take thousands of steps to find.
+    """
+    size = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    for name, value in tensors.items():
+        if name.endswith("linear_attn.in_proj.weight"):
+            value[size : 2 * size] = value[:size]
+        if name.endswith(
+            "conv1d.weight"
+        ):  # [channels, 1, width], the last tap is the current token
+            value *= 0.2
+            value[:size, 0, -1] += 1
+            value[size : 2 * size, 0, -2] += 1
+            value[2 * size :, 0, -1] += 1
 
 
 def make_optimiser() -> optax.GradientTransformation:
@@ -198,6 +221,8 @@ def run(args: argparse.Namespace, source: DataSource, forward: Forward, judge: E
             save(state, checkpoint)
             saved = state.elapsed
     save(state, checkpoint)
+    if stopped:
+        return
     clock = {"step": state.step, "tokens": state.tokens, "seconds": state.elapsed}
     log(log_file, **clock, **judge.report(state.tensors, count=128))
 
@@ -220,7 +245,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
     forward = load_forward(args.forward, CONFIG)
     source = DataSource(tokenizer, chapters, args.seed)
-    run(args, source, forward, Evaluator(forward, tokenizer, held_out))
+    run(args, source, forward, Evaluator(forward, tokenizer, held_out, LEVELS))
 
 
 if __name__ == "__main__":

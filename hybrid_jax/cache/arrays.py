@@ -1,8 +1,10 @@
 """Caches on the device: one pytree per layer, plain arguments and results of the step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+from jax.typing import DTypeLike
 
 from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec
 from pallas_kernels import paged_attention
@@ -51,25 +53,26 @@ class CacheSizes:
     counts: tuple[int, ...]  # per cache group: pages P, or slots
 
 
-def cache_shapes(spec: CacheSpec, count: int, page_size: int) -> LayerCache:
-    """The arrays of one layer as a `LayerCache` of `jax.ShapeDtypeStruct`."""
+MakeArray = Callable[[tuple[int, ...], DTypeLike, tuple[str | None, ...]], jax.Array]
+"""(shape, dtype, one logical axis name per dimension) -> array."""
+
+
+def make_cache(spec: CacheSpec, count: int, page_size: int, make: MakeArray) -> LayerCache:
+    """The arrays of one layer, `count` pages or slots, each made by `make`."""
     if isinstance(spec, StateSpec):
-        arrays = {
-            a.name: jax.ShapeDtypeStruct((count, *a.shape), storage_dtype(a.dtype))
-            for a in spec.arrays
-        }
-        return StateCache(**arrays)
+        conv, recurrent = spec.arrays
+        return StateCache(
+            # The convolution's channels are q|k|v of all heads: cutting them by head would
+            # interleave three different cuts, so the small array is replicated.
+            conv=make((count, *conv.shape), storage_dtype(conv.dtype), (None, None, None)),
+            recurrent=make(
+                (count, *recurrent.shape),
+                storage_dtype(recurrent.dtype),
+                (None, "value_heads", None, None),
+            ),
+        )
     shape = paged_attention.pages_shape(count, page_size, spec.num_kv_heads, spec.head_dim)
-    return PagedCache(jax.ShapeDtypeStruct(shape, storage_dtype(spec.dtype)))
-
-
-def cache_axes(spec: CacheSpec) -> LayerCache:
-    """Logical axis names of the arrays of one layer, in the shape of `cache_shapes`."""
-    if isinstance(spec, StateSpec):
-        # The convolution's channels are q|k|v of all heads: cutting them by head would interleave
-        # three different cuts, so the small array is replicated.
-        return StateCache(conv=(None, None, None), recurrent=(None, "value_heads", None, None))
-    return PagedCache((None, None, "kv_heads", None))
+    return PagedCache(make(shape, storage_dtype(spec.dtype), (None, None, "kv_heads", None)))
 
 
 def layer_specs(groups: tuple[CacheGroup, ...]) -> list[tuple[int, CacheSpec]]:

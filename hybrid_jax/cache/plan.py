@@ -1,7 +1,6 @@
 """How many pages and slots each cache group gets, and what they weigh."""
 
 import logging
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,24 +138,27 @@ def _too_small(config: EngineConfig, budget: int, fixed: int, full: int) -> str:
     )
 
 
-def describe(groups: Sequence[CacheGroup], max_model_len: int) -> list[dict[str, object]]:
-    """Per cache group: kind, layers, bytes per token and bytes per sequence at `max_model_len`."""
-    rows = []
-    for group in groups:
-        spec, layers = group.spec, len(group.layers)
-        if isinstance(spec, StateSpec):
-            kind, per_token, per_sequence = "linear", 0, layers * spec.nbytes
-        else:
-            window = spec.window if isinstance(spec, WindowSpec) else math.inf
-            kind = "full" if window == math.inf else "window"
-            per_token = layers * spec.bytes_per_token
-            per_sequence = per_token * int(min(window, max_model_len))
-        rows.append(
-            {
-                "kind": kind,
-                "layers": list(group.layers),
-                "bytes_per_token": per_token,
-                "bytes_per_sequence": per_sequence,
-            }
-        )
-    return rows
+@dataclass(frozen=True)
+class CacheLine:
+    """What one cache group costs, over all its layers, without padding."""
+
+    kind: str  # full, window or linear
+    layers: tuple[int, ...]
+    bytes_per_token: int
+    bytes_per_sequence: int
+
+
+def describe(groups: Sequence[CacheGroup], max_model_len: int) -> tuple[CacheLine, ...]:
+    """One line per cache group, for a sequence of `max_model_len` tokens."""
+    return tuple(_line(group, max_model_len) for group in groups)
+
+
+def _line(group: CacheGroup, max_model_len: int) -> CacheLine:
+    spec, count = group.spec, len(group.layers)
+    if isinstance(spec, StateSpec):
+        return CacheLine("linear", group.layers, 0, count * spec.nbytes)
+    per_token = count * spec.bytes_per_token
+    if isinstance(spec, WindowSpec):
+        kept = min(spec.window, max_model_len)
+        return CacheLine("window", group.layers, per_token, per_token * kept)
+    return CacheLine("full", group.layers, per_token, per_token * max_model_len)

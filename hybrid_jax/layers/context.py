@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 
 from hybrid_jax.layers.rope import cos_sin
-from hybrid_jax.specs import LayerSpec, RopeSpec
+from hybrid_jax.specs import AttentionSpec, LayerSpec, RopeSpec
 from pallas_kernels.ragged import RaggedBatch
 
 RopeTables = dict[RopeSpec, tuple[jax.Array, jax.Array]]
@@ -21,5 +21,6 @@ class StepContext:
 
 def rope_tables(layers: tuple[LayerSpec, ...], positions: jax.Array) -> RopeTables:
     """One table per distinct rope; positions i32[T]."""
-    specs = {getattr(layer.mixer, "rope", None) for layer in layers} - {None}
+    mixers = [layer.mixer for layer in layers]
+    specs = {mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec) and mixer.rope}
     return {spec: cos_sin(positions, spec) for spec in specs}

@@ -26,7 +26,7 @@ class GatedMLP(nnx.Module):
     def __init__(
         self, hidden_size: int, spec: MLPSpec, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
     ) -> None:
-        self.activation = spec.activation
+        self.activation: Activation = spec.activation
         size = spec.intermediate_size
         into = {"axes": ("ffn", "embed"), "dtype": dtype, "rngs": rngs}
         self.gate_proj = Linear(hidden_size, size, **into)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021), half-split pairs: channel i rotates with i + dim/2."""
+"""Rotary position embeddings (Su et al. 2021), channel i rotates with i + dim/2."""
 
 import math
 

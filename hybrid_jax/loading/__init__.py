@@ -57,10 +57,7 @@ def open_source(path: Path) -> TensorSource:
 def load_config(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
     """The `ModelConfig` of a directory or GGUF file, and the raw config, without any weights."""
     path = Path(path)
-    if path.is_dir():
-        raw = read_json(path / "config.json")
-    else:
-        raw = open_source(path).config()
+    raw = read_json(path / "config.json") if path.is_dir() else open_source(path).config()
     return config_from_hf(raw), raw
 
 

@@ -96,12 +96,14 @@ class GGUFSource:
             return array.astype(np.float32) - np.float32(self._architecture.norm_offset)
         return array
 
-    def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer that the metadata describe.
+    def tokenizer(self) -> "PreTrainedTokenizerFast | None":
+        """The tokenizer that the metadata describe; None when they hold no vocabulary.
 
         Raises:
-            ModelError: there is none, or it is of a kind that is not supported.
+            ModelError: it is of a kind that is not supported.
         """
+        if "tokenizer.ggml.tokens" not in self.file.metadata:
+            return None
         from hybrid_jax.loading.gguf_tokenizer import build_tokenizer
 
         return build_tokenizer(self.path, self.file.metadata)

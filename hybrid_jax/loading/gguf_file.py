@@ -61,7 +61,7 @@ class GGUFFile:
             self._data = np.memmap(path, np.uint8, mode="r")
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise ModelError(f"{str(path)!r} cannot be read ({error})") from error
-        cursor = _Cursor(path, memoryview(self._data))
+        cursor = _Cursor(path, self._data.data)
         if cursor.take("4s") != b"GGUF":
             raise ModelError(f"{str(path)!r} is not a GGUF file")
         version = cursor.take("I")

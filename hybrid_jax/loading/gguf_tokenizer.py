@@ -31,13 +31,13 @@ def build_tokenizer(path: Path, metadata: Metadata) -> "PreTrainedTokenizerFast"
     """The tokenizer of a GGUF file, with its special tokens and chat template.
 
     Raises:
-        ModelError: the file has no vocabulary, or one of another kind.
+        ModelError: the vocabulary is of another kind.
     """
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
     kind = metadata.get("tokenizer.ggml.model")
-    if "tokenizer.ggml.tokens" not in metadata or kind not in ("llama", "gpt2"):
+    if kind not in ("llama", "gpt2"):
         raise ModelError(
             f"{str(path)!r} has a tokenizer of kind {kind!r}, which is not supported; "
             "use token ids, or the tokenizer of the original model"
@@ -63,7 +63,7 @@ def build_tokenizer(path: Path, metadata: Metadata) -> "PreTrainedTokenizerFast"
     return tokenizer
 
 
-def _special_tokens(tokens: Sequence[str], metadata: Metadata) -> dict[str, str | None]:
+def _special_tokens(tokens: list[str], metadata: Metadata) -> dict[str, str | None]:
     """Named special tokens; None where the file has none, or transformers would invent them."""
     keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}

@@ -13,7 +13,6 @@ from hybrid_jax.config import ModelConfig
 from hybrid_jax.layers.context import RopeTables, StepContext, rope_tables
 from hybrid_jax.layers.linear import Embedding, Linear
 from hybrid_jax.layers.mixers import build_mixer
-from hybrid_jax.layers.mixers.gated_delta import GatedDeltaNet
 from hybrid_jax.layers.mlp import GatedMLP
 from hybrid_jax.layers.moe import SparseMoE
 from hybrid_jax.layers.norm import RMSNorm
@@ -32,10 +31,16 @@ class DecoderLayer(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.mixer = build_mixer(hidden_size, spec.mixer, dtype=dtype, rngs=rngs)
-        ffn = SparseMoE if isinstance(spec.ffn, MoESpec) else GatedMLP
-        self.ffn = ffn(hidden_size, spec.ffn, dtype=dtype, rngs=rngs)
+        self.ffn = (
+            SparseMoE(hidden_size, spec.ffn, dtype=dtype, rngs=rngs)
+            if isinstance(spec.ffn, MoESpec)
+            else GatedMLP(hidden_size, spec.ffn, dtype=dtype, rngs=rngs)
+        )
         before, after = spec.layout != "post", spec.layout != "pre"
-        norm = lambda wanted: RMSNorm(hidden_size, spec.norm, rngs=rngs) if wanted else None  # noqa: E731
+
+        def norm(wanted: bool) -> RMSNorm | None:
+            return RMSNorm(hidden_size, spec.norm, rngs=rngs) if wanted else None
+
         self.pre_mixer_norm, self.post_mixer_norm = norm(before), norm(after)
         self.pre_ffn_norm, self.post_ffn_norm = norm(before), norm(after)
 
@@ -54,8 +59,7 @@ class DecoderLayer(nnx.Module):
 
     def dense(self, x: jax.Array, rope: RopeTables, *, chunked: bool = False) -> jax.Array:
         """A whole sequence without a cache: x [T, D] -> [T, D]."""
-        options = {"chunked": chunked} if isinstance(self.mixer, GatedDeltaNet) else {}
-        y = self.mixer.dense(_norm(self.pre_mixer_norm, x), rope, **options)
+        y = self.mixer.dense(_norm(self.pre_mixer_norm, x), rope, chunked=chunked)
         x = x + _norm(self.post_mixer_norm, y)
         ffn = self.ffn.dense if isinstance(self.ffn, SparseMoE) else self.ffn
         return x + _norm(self.post_ffn_norm, ffn(_norm(self.pre_ffn_norm, x)))

@@ -87,7 +87,7 @@ def weight_rules(config: ModelConfig, names: Collection[str]) -> list[w.Rule]:
     """Hub names equal HF's runtime names."""
     rules = w.outer_rules(config)
     for i, layer in enumerate(config.layers):
-        rules += w.attention_rules(i, layer.mixer) + w.ffn_rules(i, layer, names)
+        rules += w.attention_rules(i, w.attention(layer)) + w.ffn_rules(i, layer, names)
         rules += w.norm_rules(i, NORMS)
     return rules
 

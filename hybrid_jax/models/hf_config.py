@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Activation] = {
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's part of a config: multimodal checkpoints nest it in `text_config`."""
     text = dict(config.get("text_config") or config)
-    for key in ("eos_token_id", "bos_token_id", "tie_word_embeddings"):
+    for key in ("eos_token_id", "tie_word_embeddings"):
         if text.get(key) is None and config.get(key) is not None:
             text[key] = config[key]
     return text
@@ -47,10 +47,11 @@ def layer_types(
     explicit = config.get("layer_types") or config.get("layers_block_type")
     if explicit is None:
         return [fallback(i) for i in range(count)]
-    types = [LEGACY_LAYER_TYPES.get(t, t) for t in explicit]
+    types = [str(LEGACY_LAYER_TYPES.get(t, t)) for t in explicit]
     if len(types) != count:
         raise ModelError(
-            f"layer_types lists {len(types)} layers but num_hidden_layers is {count}; make them agree"
+            f"layer_types lists {len(types)} layers but num_hidden_layers is {count}; "
+            "make them agree"
         )
     for i, kind in enumerate(types):
         if kind not in allowed:
@@ -151,5 +152,4 @@ def common(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_size": int(required(config, "hidden_size")),
         "max_position": int(config.get("max_position_embeddings") or 32768),
         "eos_token_ids": token_ids(config.get("eos_token_id")),
-        "bos_token_id": config.get("bos_token_id"),
     }

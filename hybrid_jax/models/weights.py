@@ -1,4 +1,4 @@
-"""How a checkpoint's tensors become parameters: rules that a reviewer can hold against the hub names."""
+"""How a checkpoint's tensors become parameters: rules to hold against the hub names."""
 
 import fnmatch
 from collections.abc import Callable, Collection, Mapping
@@ -55,6 +55,12 @@ def linear_rules(target: str, source: str, bias: bool = False) -> list[Rule]:
     return [Rule(f"{target}.{kind}", (f"{source}.{kind}",)) for kind in kinds]
 
 
+def attention(layer: LayerSpec) -> AttentionSpec:
+    """The mixer of a layer of a family that has nothing but attention."""
+    assert isinstance(layer.mixer, AttentionSpec)
+    return layer.mixer
+
+
 def attention_rules(i: int, spec: AttentionSpec) -> list[Rule]:
     """q/k/v/o projections and q/k norms under `self_attn`."""
     target, source = f"layers.{i}.mixer", f"model.layers.{i}.self_attn"
@@ -69,7 +75,7 @@ def attention_rules(i: int, spec: AttentionSpec) -> list[Rule]:
 
 
 def gated_delta_rules(i: int, norm: str = "norm") -> list[Rule]:
-    """What is the same in all gated-delta families: convolution, gates' parameters, norm, output."""
+    """What all gated-delta families share: convolution, gates' parameters, norm, output."""
     target, source = f"layers.{i}.mixer", f"model.layers.{i}.linear_attn"
     return [
         Rule(f"{target}.conv_weight", (f"{source}.conv1d.weight",), squeeze_conv),

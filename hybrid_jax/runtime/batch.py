@@ -14,7 +14,7 @@ from pallas_kernels.ragged import RaggedBatch
 
 
 class StepKind(Enum):
-    """The phase of a step. DECODE: every row has exactly one token, T == S. MIXED: any ragged batch."""
+    """The phase of a step. DECODE: one token per row, T == S. MIXED: any ragged batch."""
 
     DECODE = "decode"
     MIXED = "mixed"

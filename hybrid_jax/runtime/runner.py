@@ -121,8 +121,7 @@ class Runner:
         """Compiles the bucket of each of `batches`, which must hold padding only."""
         start = time.monotonic()
         for batch in batches:
-            output = self.step(batch, self.sampling_rows.device())
-        jax.block_until_ready(output)
+            jax.block_until_ready(self.step(batch, self.sampling_rows.device()))
         logger.info("compiled %d steps in %.1f s", self._num_traces, time.monotonic() - start)
 
     def _fresh_carry(self) -> Carry:
@@ -156,7 +155,7 @@ def open_model(path: str | Path, *, dtype: str, config: EngineConfig) -> LoadedM
 
 def enable_compilation_cache() -> None:
     """Keeps compiled steps across starts, in JAX's cache directory if the user set one."""
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     jax.config.update("jax_compilation_cache_dir", str(Path(root) / "hybrid-jax" / "compiled"))

@@ -255,21 +255,15 @@ def sample(
         context = LogitsContext(history[row_ids], seq_lens, rows.prompt_len)
         return _in_groups(choose, (logits, rows, context), group)
 
+    def report(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _logprobs(logits, tokens, max_logprobs)
+
     plain = (rows.temperature <= 0.0) & ~_adjusted(rows, seq_lens)
     tokens = lax.cond(jnp.all(plain), lambda: argmax(logits), chosen)
-    shape = (logits.shape[0], max_logprobs)
     logprob, top_ids, top_logprobs = lax.cond(
         jnp.any(rows.num_logprobs >= 0),
-        lambda: _in_groups(
-            lambda logits, tokens: _logprobs(logits, tokens, max_logprobs),
-            (logits, tokens),
-            group,
-        ),
-        lambda: (
-            jnp.zeros(shape[0], jnp.float32),
-            jnp.full(shape, -1, jnp.int32),
-            jnp.zeros(shape, jnp.float32),
-        ),
+        lambda: _in_groups(report, (logits, tokens), group),
+        lambda: _no_logprobs(logits.shape[0], max_logprobs),
     )
     return Sampled(tokens, logprob, top_ids, top_logprobs)
 
@@ -436,3 +430,10 @@ def _logprobs(
         jnp.pad(ids.astype(jnp.int32), missing, constant_values=-1),
         jnp.pad(best - log_total[:, None], missing, constant_values=-jnp.inf),
     )
+
+
+def _no_logprobs(num_rows: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `_logprobs` returns, when nobody asked."""
+    shape = (num_rows, count)
+    nothing = jnp.full(shape, -1, jnp.int32)
+    return jnp.zeros(num_rows, jnp.float32), nothing, jnp.zeros(shape, jnp.float32)

@@ -6,26 +6,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from hybrid_jax.cache.arrays import (
-    CacheSizes,
-    LayerCache,
-    PagedCache,
-    StateCache,
-    cache_axes,
-    cache_shapes,
-    layer_specs,
-)
+from hybrid_jax.cache.arrays import CacheSizes, MakeArray, StateSlots, layer_specs, make_cache
 from hybrid_jax.config import EngineConfig
 from hybrid_jax.layers.context import StepContext
 from hybrid_jax.models.decoder import bind
-from hybrid_jax.runtime.batch import Carry, StateSlots, StepBatch, StepOutput
+from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput
 from hybrid_jax.runtime.mesh import Partitioner
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable, sample
-from hybrid_jax.specs import CacheGroup, StateSpec
+from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec
 from pallas_kernels.storage import encode, value_dtype
 
 Leaves = tuple[jax.Array, ...]
+Shape = tuple[int, ...]
 StepFunction = Callable[[Leaves, Carry, StepBatch, SamplingTable], tuple[StepOutput, Carry]]
 
 
@@ -60,24 +54,18 @@ def init_carry(
         partitioner: cuts the caches over a mesh.
     """
 
-    def make(shape: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], spec: Any) -> jax.Array:
-        sharding = partitioner.cache(spec, axes) if partitioner else None
-        value = encode(jnp.full((), fill, value_dtype(shape.dtype)), shape.dtype)
-        return jnp.full(shape.shape, value, shape.dtype, device=sharding)
+    def make_for(spec: CacheSpec) -> MakeArray:
+        def make(shape: Shape, dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
+            sharding = partitioner.cache(spec, axes) if partitioner else None
+            value = encode(jnp.full((), fill, value_dtype(dtype)), dtype)
+            return jnp.full(shape, value, dtype, device=sharding)
 
-    caches: list[LayerCache] = []
-    for group, spec in layer_specs(groups):
-        shapes = cache_shapes(spec, sizes.counts[group], sizes.page_size)
-        axes = cache_axes(spec)
-        if isinstance(shapes, PagedCache):
-            caches.append(PagedCache(make(shapes.pages, axes.pages, spec)))
-        else:
-            caches.append(
-                StateCache(
-                    make(shapes.conv, axes.conv, spec),
-                    make(shapes.recurrent, axes.recurrent, spec),
-                )
-            )
+        return make
+
+    caches = [
+        make_cache(spec, sizes.counts[group], sizes.page_size, make_for(spec))
+        for group, spec in layer_specs(groups)
+    ]
     zeros = lambda *shape: jnp.zeros(  # noqa: E731
         shape, jnp.int32, device=partitioner.replicated if partitioner else None
     )
@@ -166,7 +154,10 @@ def jit_step(
     `carry` is needed for its shardings only, when `sharded`.
     """
     if eager:
-        return step
+        # Loops trace their bodies even so, and a traced index cannot look into a numpy array.
+        return lambda leaves, carry, batch, sampling: step(
+            leaves, carry, jax.device_put(batch), sampling
+        )
     options: dict[str, Any] = {}
     if jax.default_backend() == "cpu":
         # Without it XLA:CPU copies whole page pools around the in-place updates.

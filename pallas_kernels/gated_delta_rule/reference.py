@@ -102,12 +102,12 @@ def prepare(
     q: jax.Array, k: jax.Array, num_v_heads: int, *, scale: float | None, l2norm: bool
 ) -> tuple[jax.Array, jax.Array]:
     """q and k [..., Hk, dk] -> f32[..., Hv, dk]: normalised, q scaled, heads repeated."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     q, k = q.astype(F32), k.astype(F32)
     if l2norm:
         q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
     repeats = num_v_heads // k.shape[-2]
-    return tuple(jnp.repeat(x, repeats, axis=-2) for x in (q * scale, k))  # type: ignore[return-value]
+    return jnp.repeat(q * factor, repeats, axis=-2), jnp.repeat(k, repeats, axis=-2)
 
 
 def zeros_like_state(k: jax.Array, v: jax.Array) -> jax.Array:
@@ -285,7 +285,8 @@ def _prefill(
     num_tokens = out.shape[0]
     blocks = ragged.prefill_blocks(CHUNK)
     # A chunk may reach past the last token.
-    out, *tokens = (jnp.pad(x, [(0, CHUNK)] + [(0, 0)] * (x.ndim - 1)) for x in (out, *tokens))
+    padded = (jnp.pad(x, [(0, CHUNK)] + [(0, 0)] * (x.ndim - 1)) for x in (out, *tokens))
+    out, *operands = padded
     index = jnp.arange(CHUNK, dtype=jnp.int32)
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -298,7 +299,7 @@ def _prefill(
             mask = inside.reshape(CHUNK, *[1] * (x.ndim - 1))
             return jnp.swapaxes(jnp.where(mask, x, jnp.zeros_like(x)), 0, 1)
 
-        q, k, v, g, beta = (load(x) for x in tokens)
+        q, k, v, g, beta = (load(x) for x in operands)
         before = _read(state, jnp.where(nth == 0, sources[row], write_slots[row]))
         decay, inverse, scores = within_chunk(q, k, g, beta)
         new, after = across_chunks(before, q, k, v, beta, decay, inverse, scores)
@@ -306,5 +307,5 @@ def _prefill(
         out = lax.dynamic_update_slice_in_dim(out, jnp.swapaxes(new, 0, 1), start, 0)
         return out, lax.dynamic_update_index_in_dim(state, after, write_slots[row], 0)
 
-    out, state = lax.fori_loop(0, blocks.count, body, (out, state))
+    out, state = lax.fori_loop(0, blocks.total, body, (out, state))
     return out[:num_tokens], state

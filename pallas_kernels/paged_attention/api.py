@@ -93,7 +93,7 @@ def _check(
     expected = {
         "k": (k, (num_tokens, kv_heads, dim)),
         "v": (v, (num_tokens, kv_heads, dim)),
-        "pages": (pages, pages_shape(*pages.shape[:2], kv_heads, dim)),
+        "pages": (pages, pages_shape(pages.shape[0], pages.shape[1], kv_heads, dim)),
         "table": (table, (ragged.num_rows_padded, table.shape[1])),
     }
     if sinks is not None:

@@ -17,7 +17,9 @@ from pallas_kernels.ragged import RaggedBatch
 
 F32 = jnp.float32
 LOWEST = -1e30  # stands for -inf, which would turn the difference of two masked maxima into NaN
-CONTEXT_BLOCK = 128  # context tokens per iteration
+# Context tokens per iteration: in decode the blocks of all rows together should stay in the cache.
+DECODE_BLOCK = 64
+PREFILL_BLOCK = 128
 QUERY_BLOCK = 64  # tokens of one row that share a pass over the context in prefill
 
 
@@ -93,7 +95,7 @@ def _decode(
     decode = jnp.arange(rows, dtype=jnp.int32) < ragged.counts[0]
     end = jnp.where(decode, ragged.seq_lens, 0)
     first = _first_page(end - 1, options, pages)
-    per_block = _pages_per_block(pages, table)
+    per_block = _pages_per_block(pages, table, DECODE_BLOCK)
     count = jnp.max(_blocks(first, end, per_block, pages), initial=0)
     queries = q[:rows, :, :, None]
 
@@ -123,7 +125,7 @@ def _prefill(
     """Adds the prefill rows to `out` [T, K, R, H], one block of a row's tokens at a time."""
     num_tokens = q.shape[0]
     blocks = ragged.prefill_blocks(QUERY_BLOCK)
-    per_block = _pages_per_block(pages, table)
+    per_block = _pages_per_block(pages, table, PREFILL_BLOCK)
     # A block may reach past the last token.
     padding = ((0, QUERY_BLOCK), (0, 0), (0, 0), (0, 0))
     q, out = jnp.pad(q, padding), jnp.pad(out, padding)
@@ -150,11 +152,11 @@ def _prefill(
         new = jnp.where(inside, jnp.moveaxis(_finish(state), 2, 0), 0.0)
         return lax.dynamic_update_slice_in_dim(out, new, start, 0)
 
-    return lax.fori_loop(0, blocks.count, body, out)[:num_tokens]
+    return lax.fori_loop(0, blocks.total, body, out)[:num_tokens]
 
 
-def _pages_per_block(pages: jax.Array, table: jax.Array) -> int:
-    return min(max(CONTEXT_BLOCK // pages.shape[1], 1), table.shape[1])
+def _pages_per_block(pages: jax.Array, table: jax.Array, block: int) -> int:
+    return min(max(block // pages.shape[1], 1), table.shape[1])
 
 
 def _first_page(position: jax.Array, options: Options, pages: jax.Array) -> jax.Array:
@@ -228,6 +230,7 @@ def _attend(
 
 
 def _finish(state: Softmax) -> jax.Array:
-    """The attention output, 0 for queries that saw nothing."""
+    """The attention output: 0 for queries that saw nothing, NaN for those that saw one."""
     total = state.total[..., None]
-    return jnp.where(total > 0.0, state.values / jnp.where(total > 0.0, total, 1.0), 0.0)
+    nothing = total == 0.0  # not total > 0, which would turn a NaN into zeros
+    return jnp.where(nothing, 0.0, state.values / jnp.where(nothing, 1.0, total))

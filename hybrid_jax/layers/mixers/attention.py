@@ -62,8 +62,9 @@ class Attention(nnx.Module):
         )
         return self._output(out, gate), PagedCache(pages)
 
-    def dense(self, x: jax.Array, rope: RopeTables) -> jax.Array:
+    def dense(self, x: jax.Array, rope: RopeTables, *, chunked: bool = False) -> jax.Array:
         """A whole sequence from position 0 without a cache: x [T, D] -> [T, D]. The oracle."""
+        del chunked  # there is one form only
         q, k, v, gate = self._project(x, rope)
         sinks = None if self.sinks is None else self.sinks[...]
         return self._output(dense_attention(q, k, v, self.spec, sinks), gate)
@@ -77,12 +78,12 @@ class Attention(nnx.Module):
         gate = None
         if spec.output_gate:
             q, gate = jnp.split(q.reshape(tokens, spec.num_heads, 2 * spec.head_dim), 2, axis=-1)
-        if self.q_norm is not None and spec.qk_norm_width == "projection":
+        if self.q_norm and self.k_norm and spec.qk_norm_width == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         q = q.reshape(tokens, spec.num_heads, spec.head_dim)
         k = k.reshape(tokens, spec.num_kv_heads, spec.head_dim)
         v = v.reshape(tokens, spec.num_kv_heads, spec.head_dim)
-        if self.q_norm is not None and spec.qk_norm_width == "head":
+        if self.q_norm and self.k_norm and spec.qk_norm_width == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if spec.rope is not None:
             cos, sin = rope[spec.rope]
@@ -122,12 +123,12 @@ def dense_attention(
         visible &= key > query - spec.window
     scores = jnp.where(visible[None, None], scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
-    if sinks is not None:
-        sink = sinks.reshape(spec.num_kv_heads, -1, 1, 1)
+    sink = None if sinks is None else sinks.reshape(spec.num_kv_heads, -1, 1, 1)
+    if sink is not None:
         top = jnp.maximum(top, sink)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    if sinks is not None:
+    if sink is not None:
         total = total + jnp.exp(sink - top)
     out = jnp.einsum("kgts,skh->tkgh", weights / total, v.astype(jnp.float32))
     return out.reshape(tokens, heads, dim).astype(q.dtype)

@@ -1,0 +1,267 @@
+"""The command line: what it prints, and one sentence with exit code 2 for every mistake."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hybrid_jax.generate import generate
+from hybrid_jax.loading import load_model
+from serving import cli
+from tests.helpers import tiny
+from tests.helpers.text import byte_tokenizer
+
+Run = Callable[..., tuple[int, str, str]]
+SHORT = ("--max-tokens", 6, "--max-model-len", 64)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run("inspect", path)`: exit code, stdout and stderr of the command, in this process."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hybrid-jax", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint of all layer kinds with a tokenizer."""
+    directory = tiny.write_checkpoint("lara_mini-untied", tmp_path_factory.mktemp("model"), seed=0)
+    byte_tokenizer().hf.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A checkpoint for a test to break."""
+    return tiny.write_checkpoint("lara_mini-untied", tmp_path / "broken", seed=0)
+
+
+def change_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
+    path = directory / "model.safetensors"
+    tensors = {name: array.copy() for name, array in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+
+
+def is_one_sentence(text: str) -> bool:
+    return text.startswith("hybrid-jax: ") and text.count("\n") == 1 and "Traceback" not in text
+
+
+def expected(model: Path, prompt: str) -> str:
+    """What `generate` prints: the prompt and the oracle's text."""
+    tokenizer = byte_tokenizer()
+    tokens = generate(load_model(model), tokenizer.encode(prompt), max_tokens=6)
+    return f"{prompt}{tokenizer.decode(tokens)}\n"
+
+
+def test_generate_prints_the_oracles_text(run: Run, model: Path) -> None:
+    """One prompt streams; several are one batch. Both are greedy by default."""
+    one, two = expected(model, "to be"), expected(model, "or not")
+    assert run("generate", "to be", "--model", model, *SHORT) == (0, one, "")
+    assert run("generate", "to be", "or not", "--model", model, *SHORT) == (0, one + two, "")
+
+
+def test_inspect_prints_layers_parameters_and_bytes(run: Run, model: Path) -> None:
+    code, out, err = run("inspect", model, "--max-model-len", 64)
+    assert (code, err) == (0, "")
+    assert "layers: 1 window, 1 linear, 1 full" in out
+    tensors = load_file(model / "model.safetensors")
+    assert f"parameters: {sum(t.size for t in tensors.values()):,}" in out
+    # K and V of two heads of 16 in bfloat16; a window of 8; 64 tokens of full attention.
+    for words in ("128 B", "1.0 KiB", "8.0 KiB"):
+        assert words in out
+
+
+def test_convert_writes_a_checkpoint_that_generates_the_same(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "converted"
+    code, out, err = run("convert", model, target)
+    assert (code, err) == (0, "") and str(target) in out
+    loaded, again = load_model(model), load_model(target)
+    assert loaded.params.keys() == again.params.keys()
+    for path, array in loaded.params.items():
+        assert again.params[path].dtype == array.dtype
+        np.testing.assert_array_equal(again.params[path], array)
+    assert run("generate", "to be", "--model", target, *SHORT) == (0, expected(model, "to be"), "")
+    code, out, err = run("convert", model, target)
+    assert code == 2 and is_one_sentence(err)  # never onto something that exists
+
+
+def missing_path(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    (directory / "model.safetensors").unlink()
+    directory.rmdir()
+
+
+def truncated(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def header_cut(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def misfit(tensors: dict[str, np.ndarray]) -> None:
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((3, 64), np.float32)
+    tensors["model.layers.0.surprise.weight"] = np.zeros(1, np.float32)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "no such path": (missing_path, ["broken' does not exist", "give a model directory"]),
+    "no config": (
+        lambda d: (d / "config.json").unlink(),
+        ["not a model directory", "no config.json"],
+    ),
+    "config is no JSON": (
+        lambda d: (d / "config.json").write_text('{"model_type": '),  # type: ignore[func-returns-value]
+        ["config.json' is not readable as JSON"],
+    ),
+    "config is a list": (
+        lambda d: (d / "config.json").write_text("[]"),  # type: ignore[func-returns-value]
+        ["holds no JSON object"],
+    ),
+    "no weights": (
+        lambda d: (d / "model.safetensors").unlink(),
+        ["has no *.safetensors"],
+    ),
+    "truncated": (truncated, ["model.safetensors' is truncated", "download it again"]),
+    "header cut": (header_cut, ["model.safetensors' is truncated"]),
+    "unknown architecture": (
+        lambda d: change_config(d, model_type="mystery"),
+        ["'mystery' is not supported", "gemma3_text, lara_mini, olmo_hybrid, qwen3, qwen3_5"],
+    ),
+    "no architecture": (
+        lambda d: change_config(d, model_type=None),
+        ["None is not supported; supported: "],
+    ),
+    "contradictory layer map": (
+        lambda d: change_config(
+            d, layer_types=["linear_attention", "linear_attention", "full_attention"]
+        ),
+        ["layer 0 is linear attention by config.json but has self_attn", "correct layer_types"],
+    ),
+    "unknown layer type": (
+        lambda d: change_config(d, layer_types=["mystery", "linear_attention", "full_attention"]),
+        ["layer 0 is 'mystery'"],
+    ),
+    "layer list too short": (
+        lambda d: change_config(d, layer_types=["linear_attention"]),
+        ["lists 1 layers but num_hidden_layers is 3"],
+    ),
+    "missing field": (
+        lambda d: change_config(d, hidden_size=None),
+        ["'hidden_size'", "add it"],
+    ),
+    "tensors": (
+        lambda d: change_tensors(d, misfit),
+        [
+            "missing model.norm.weight",
+            "layers.0.self_attn.k_proj.weight gives shape (3, 64), not (32, 64)",
+            "unknown model.layers.0.surprise.weight",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_model_is_one_sentence(name: str, run: Run, broken: Path) -> None:
+    change, words = BROKEN[name]
+    change(broken)
+    code, out, err = run("generate", "x", "--model", broken)
+    assert code == 2 and out == ""
+    assert is_one_sentence(err), err
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize("name", ["no such path", "no config", "unknown architecture"])
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_other_commands_refuse_it_in_the_same_words(
+    command: str, name: str, run: Run, broken: Path, tmp_path: Path
+) -> None:
+    change, words = BROKEN[name]
+    change(broken)
+    target = tmp_path / "target"
+    code, out, err = run(command, broken, *([target] if command == "convert" else []))
+    assert code == 2 and out == "" and is_one_sentence(err), err
+    assert all(word in err for word in words)
+    assert not target.exists()
+
+
+def test_inspect_refuses_a_layer_map_that_contradicts_the_tensors(run: Run, broken: Path) -> None:
+    BROKEN["contradictory layer map"][0](broken)
+    code, _, err = run("inspect", broken)
+    assert code == 2 and is_one_sentence(err) and "layer 0 is linear attention" in err
+
+
+OPTIONS: dict[str, tuple[list[str], list[str]]] = {
+    "negative temperature": (["--temperature", "-0.5"], ["temperature", "-0.5", "use 0"]),
+    "temperature is NaN": (["--temperature", "nan"], ["temperature", "nan", "use 0"]),
+    "max tokens 0": (["--max-tokens", "0"], ["max_tokens", "0", "use 1"]),
+    "top p 0": (["--top-p", "0"], ["top_p", "got 0", "use 1"]),
+    "dtype": (["--dtype", "int3"], ["'int3' is not supported; choose auto, float32"]),
+    "too many devices": (["--tensor-parallel-size", "99"], ["99", "XLA_FLAGS"]),
+    "no device": (["--tensor-parallel-size", "0"], ["tensor_parallel_size", "at least 1"]),
+    "model length": (["--max-model-len", "-3"], ["max_model_len", "-3"]),
+    "prompt too long": (["--max-model-len", "4"], ["5 tokens but max_model_len is 4", "shorten"]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_bad_option_is_one_sentence(name: str, run: Run, model: Path) -> None:
+    options, words = OPTIONS[name]
+    code, out, err = run("generate", "to be", "--model", model, *options)
+    assert code == 2, err
+    assert is_one_sentence(err), err
+    assert all(word in err for word in words), err
+    assert out == ""
+
+
+def test_an_empty_prompt_and_text_without_a_tokenizer_are_refused(
+    run: Run, model: Path, broken: Path
+) -> None:
+    code, _, err = run("generate", "", "--model", model)
+    assert code == 2 and is_one_sentence(err) and "prompt is empty" in err
+    code, _, err = run("generate", "to be", "--model", broken)
+    assert code == 2 and is_one_sentence(err) and "needs a tokenizer" in err
+
+
+def test_help_and_unknown_commands(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0 and all(name in out for name in ("generate", "inspect", "convert"))
+    code, _, err = run("frobnicate")
+    assert code == 2 and "No such command" in err and "Traceback" not in err
+
+
+def test_the_process_ends_with_code_2_and_no_traceback(tmp_path: Path) -> None:
+    """The console script itself, once."""
+    code = "from serving.cli import main; main()"
+    command = [sys.executable, "-c", code, "inspect", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert is_one_sentence(done.stderr) and "is not a model directory" in done.stderr
