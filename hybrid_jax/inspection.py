@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybrid_jax.cache.plan import CacheLine, describe, model_groups
 from hybrid_jax.config import EngineConfig, ModelConfig
-from hybrid_jax.loading import DTYPES, load_config
+from hybrid_jax.loading import DTYPES, load_config, verify_layer_map
 from hybrid_jax.models.decoder import abstract_params
 from hybrid_jax.specs import AttentionSpec, LayerSpec, MoESpec
 
@@ -34,8 +34,12 @@ def inspect_model(
 
     Raises:
         ModelError: the path is no supported model, or its layer map contradicts its tensors.
+        ValueError: an unknown dtype.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not supported; choose {', '.join(DTYPES)}")
     config, _ = load_config(path)
+    verify_layer_map(path, config)
     engine = EngineConfig(max_model_len=max_model_len).resolve(config)
     _, shapes, _ = abstract_params(config, DTYPES[dtype])
     caches = describe(model_groups(config, engine, dtype), engine.max_model_len)

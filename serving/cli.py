@@ -153,7 +153,7 @@ def main() -> None:
     """Entry point of the console script."""
     try:
         app()
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError) as error:
         # The library raises these (InvalidRequest and ModelError are ValueErrors) for what the
         # user can mend; anything else is our bug and keeps its traceback.
         typer.echo(f"hybrid-jax: {error}", err=True)

@@ -24,7 +24,7 @@ USER_ID, ASSISTANT_ID = SPECIAL_TOKENS.index("<|user|>"), SPECIAL_TOKENS.index("
 # Weights of predicting a token: a first mention's digits and every name are noise, the words of a
 # stem are nearly so; the digits of an answer are the task.
 NOISE_WEIGHT, STEM_WEIGHT, TEXT_WEIGHT, ANSWER_WEIGHT = 0.0, 0.1, 1.0, 4.0
-OWN_FILLER_SHARE = 0.25
+OWN_FILLER_SHARE = 0.5
 LATE_FILLER_SHARE = 0.6
 TOKENS_PER_FACT = 9
 SHORTEST_ROOM = 40
@@ -112,8 +112,9 @@ class DataSource:
         most = max(1, min(stage.keys, (room - 8) // (3 * TOKENS_PER_FACT)))
         facts = recall.make_facts(rng, rng.randint(1, most))
         spare = room - TOKENS_PER_FACT * len(facts) - 8
-        count = rng.randint(1, max(1, min(stage.questions, spare // (2 * TOKENS_PER_FACT))))
-        questions = [rng.choice(facts) for _ in range(count)]
+        # Each fact is asked for once: a second answer could be copied from the first.
+        count = max(1, min(len(facts), stage.questions, spare // (2 * TOKENS_PER_FACT)))
+        questions = rng.sample(facts, count)
         spare -= TOKENS_PER_FACT * count
         filler = self._filler(rng, rng.randint(0, max(0, min(spare, stage.filler))))
         if rng.random() < stage.chat:

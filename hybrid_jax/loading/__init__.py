@@ -61,6 +61,23 @@ def load_config(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
     return config_from_hf(raw), raw
 
 
+def verify_layer_map(path: str | Path, config: ModelConfig) -> None:
+    """Holds the layer map against the names of the checkpoint's tensors, if it has safetensors.
+
+    Raises:
+        ModelError: naming every layer whose kind contradicts its tensors.
+    """
+    path = Path(path)
+    if path.is_file() or any(path.glob("*.safetensors")):
+        check_layer_map(config, _original_names(config, open_source(path)))
+
+
+def _original_names(config: ModelConfig, source: TensorSource) -> dict[str, str]:
+    """The name in `source` of every tensor, by its hub name: families may rename."""
+    rename = getattr(family(config.model_type), "rename", lambda name: name)
+    return {rename(name): name for name in source.names()}
+
+
 def load_model(
     path: str | Path,
     *,
@@ -88,8 +105,7 @@ def load_model(
     raw = source.config()
     config = config_from_hf(raw)
     module = family(config.model_type)
-    rename = getattr(module, "rename", lambda name: name)
-    original = {rename(name): name for name in source.names()}
+    original = _original_names(config, source)
     ignored = (*module.IGNORED, "*.rotary_emb.inv_freq")
     if config.tie_word_embeddings:
         ignored = (*ignored, "lm_head.weight")

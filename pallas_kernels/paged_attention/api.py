@@ -41,8 +41,8 @@ def paged_attention(
     Position p of row s lives in page `table[s, (p // G) % M]` at offset p % G. With a window the
     table is a ring: M * G must be at least window - 1 plus the row's tokens in this step, rounded
     up to pages plus one. Without a window M * G must hold the whole sequence. Padding tokens write
-    to page 0, the null page. Whatever lies in pages beyond a row's tokens is never used, NaN
-    included.
+    nothing, or to page 0, the null page. Whatever lies in pages beyond a row's tokens is never
+    used, NaN included.
 
     Args:
         q: [T, N, H] queries; query head n reads KV head n // (N / K).

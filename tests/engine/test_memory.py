@@ -107,7 +107,7 @@ def test_a_step_neither_copies_nor_converts_a_pool(
 
 def test_a_step_gives_back_the_memory_it_was_given(tmp_path: Path) -> None:
     """Donation happens: the buffers of the old carry are gone, and the new ones lie in place."""
-    runner = make_runner("lara_mini-untied", "float32", tmp_path)
+    runner = make_runner("lara_mini-untied", "float32", tmp_path, num_pages=4001)
     cache = CacheManager(runner.groups, runner.sizes, runner.config)
     builder = BatchBuilder(cache, runner.config, runner.model_config.vocab_size)
     batch = next(iter(builder.padding_batches()))

@@ -152,7 +152,7 @@ def test_samples_depend_on_nothing_but_the_request(rig: GetRig) -> None:
 
 
 def test_enforce_eager_gives_the_same_tokens(rig: GetRig) -> None:
-    rig_ = rig("lara_mini")
+    rig_ = rig("lara_mini-untied")
     runner = Runner(rig_.model, engine_config(enforce_eager=True), fill=float("nan"))
     engine = Engine(runner, None)
     requests = [Request(f"r{n}", random_prompt(n, 0), greedy(3)) for n in (2, 18)]

@@ -78,8 +78,8 @@ def linear_layers(text: Config) -> list[bool]:
 def _moments(name: str, shape: tuple[int, ...], text: Config) -> tuple[float, float]:
     """Mean and standard deviation that keep activations and logits of order one to ten."""
     leaf = name.removesuffix(".weight").split(".")[-1]
-    if leaf == "A_log":  # decay rates from slow to fast
-        return -1.0, 1.0
+    if leaf == "A_log":  # half-lives of a few tokens to hundreds
+        return -2.5, 1.0
     if leaf == "dt_bias":
         return -1.0, 0.5
     if leaf.endswith("conv1d"):

@@ -15,6 +15,7 @@ import itertools
 import logging
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ NEW_TOKENS = 64
 # implementation: the next one is taken.
 MIN_TOKEN_MARGIN = 1e-3
 MIN_ROUTER_MARGIN = 1e-4
-MAX_NOISE = 5e-5
+MAX_NOISE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ def prompts(seed: int) -> list[np.ndarray]:
     return np.split(ids, np.cumsum(PROMPT_LENGTHS)[:-1])
 
 
-def run(directory: Path, seed: int) -> list[Run]:
-    """Loads a checkpoint in float32 and runs all prompts of `seed` through it."""
+def run(directory: Path, seed: int) -> Iterator[Run]:
+    """Loads a checkpoint in float32 and runs the prompts of `seed` through it, shortest first."""
     torch.set_num_threads(1)  # products this small take ten times as long on two threads
     model, report = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True
@@ -77,15 +78,16 @@ def run(directory: Path, seed: int) -> list[Run]:
     model.eval()
     if model.config.model_type.startswith("gemma2"):
         model.set_attn_implementation("eager")  # the only one that caps attention scores
-    return [_run(model, prompt) for prompt in prompts(seed)]
+    for prompt in prompts(seed):
+        yield _run(model, prompt)
 
 
 def decisive_run(name: str, directory: Path, first_seed: int) -> tuple[int, list[Run]]:
     """Writes and runs the checkpoint of the first decisive seed from `first_seed` on."""
     for seed in itertools.count(first_seed):
         tiny.write_checkpoint(name, directory, seed)
-        runs = run(directory, seed)
-        if all(r.decisive for r in runs):
+        runs = list(itertools.takewhile(lambda r: r.decisive, run(directory, seed)))
+        if len(runs) == len(PROMPT_LENGTHS):
             return seed, runs
     raise AssertionError("unreachable")
 

@@ -219,6 +219,11 @@ def test_inspect_refuses_a_layer_map_that_contradicts_the_tensors(run: Run, brok
     assert code == 2 and is_one_sentence(err) and "layer 0 is linear attention" in err
 
 
+def test_inspect_refuses_an_unknown_dtype(run: Run, model: Path) -> None:
+    code, _, err = run("inspect", model, "--dtype", "int3")
+    assert code == 2 and is_one_sentence(err) and "'int3' is not supported; choose float32" in err
+
+
 OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "negative temperature": (["--temperature", "-0.5"], ["temperature", "-0.5", "use 0"]),
     "temperature is NaN": (["--temperature", "nan"], ["temperature", "nan", "use 0"]),
