@@ -65,9 +65,9 @@ def make_step(
 
     The carry given to it is donated: use the one it returns. `config` is resolved.
     """
-    paths = tuple(sorted(model.params))
-    leaves = tuple(model.params[path] for path in paths)
-    spec = compiled.StepSpec(model.graph, paths, plan.groups, config.max_logprobs, processors)
+    layout = compiled.ParameterLayout.of(model.params)
+    leaves = layout.pack(model.params)
+    spec = compiled.StepSpec(model.graph, layout, plan.groups, config.max_logprobs, processors)
     jitted = compiled.jit_step(
         compiled.make_step(spec), None, eager=config.enforce_eager, sharded=False
     )

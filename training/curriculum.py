@@ -41,6 +41,7 @@ class Stage:
 STAGES = (
     Stage(8, 128, keys=4, passing=0.93),
     Stage(8, 256, keys=4, filler=150, questions=8, text=0.25, drill=0.3, passing=0.96),
+    Stage(8, 256, keys=5, filler=170, questions=8, text=0.375, drill=0.3, passing=0.98),
     Stage(4, 512, keys=6, filler=420, questions=8, text=0.5, drill=0.1, chat=0.1),
 )
 WINDOW = 25  # steps whose accuracy is averaged

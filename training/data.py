@@ -23,7 +23,7 @@ USER_ID, ASSISTANT_ID = SPECIAL_TOKENS.index("<|user|>"), SPECIAL_TOKENS.index("
 
 # Weights of predicting a token: a first mention's digits and every name are noise, the words of a
 # stem are nearly so; the digits of an answer are the task.
-NOISE_WEIGHT, STEM_WEIGHT, TEXT_WEIGHT, ANSWER_WEIGHT = 0.0, 0.1, 1.0, 4.0
+NOISE_WEIGHT, STEM_WEIGHT, TEXT_WEIGHT, ANSWER_WEIGHT = 0.0, 0.1, 1.0, 10.0
 OWN_FILLER_SHARE = 0.5
 LATE_FILLER_SHARE = 0.6
 TOKENS_PER_FACT = 9

@@ -16,7 +16,7 @@ from hybrid_jax.models.decoder import abstract_params
 from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput
 from hybrid_jax.runtime.mesh import Partitioner, make_mesh
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingRows, SamplingTable
-from hybrid_jax.runtime.step import StepSpec, init_carry, jit_step, make_step
+from hybrid_jax.runtime.step import ParameterLayout, StepSpec, init_carry, jit_step, make_step
 from hybrid_jax.specs import CacheGroup
 
 logger = logging.getLogger(__name__)
@@ -59,11 +59,11 @@ class Runner:
             processors=tuple(processors),
             sharding=self._partitioner.replicated if self._partitioner else None,
         )
-        paths = tuple(sorted(model.params))
-        self._leaves = tuple(model.params[path] for path in paths)
+        layout = ParameterLayout.of(model.params)
+        self._leaves = layout.pack(model.params)
         spec = StepSpec(
             model.graph,
-            paths,
+            layout,
             self._plan.groups,
             self._config.max_logprobs,
             tuple(processors.values()),

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from hybrid_jax.cache.arrays import CacheSizes, MakeArray, StateSlots, layer_specs, make_cache
 from hybrid_jax.config import EngineConfig
 from hybrid_jax.layers.context import StepContext
-from hybrid_jax.models.decoder import bind
+from hybrid_jax.models.decoder import Params, bind
 from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput
 from hybrid_jax.runtime.mesh import Partitioner
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable, sample
@@ -24,15 +24,52 @@ StepFunction = Callable[[Leaves, Carry, StepBatch, SamplingTable], tuple[StepOut
 
 
 @dataclass(frozen=True)
-class StepSpec:
-    """Everything static that a step is built from.
+class ParameterLayout:
+    """How parameters become the flat tuple of leaves that a step takes.
 
-    `paths` names the parameter leaves in order: the step takes them as a flat tuple, which XLA
-    dispatches several times faster than a nested state.
+    Every leaf costs dispatch time in every step. A flat tuple is several times cheaper than a
+    nested state, and float32 vectors (norm weights, gates; about half of all parameters by number)
+    travel joined in the last leaf.
     """
 
-    graph: Any
     paths: tuple[str, ...]
+    joined: tuple[tuple[str, int], ...]  # path and size of each vector in the last leaf
+
+    @classmethod
+    def of(cls, params: Params) -> "ParameterLayout":
+        """The layout for `params`. Vectors that are cut over a mesh stay leaves of their own."""
+        small = [
+            path
+            for path, array in sorted(params.items())
+            if array.ndim == 1 and array.dtype == jnp.float32 and array.is_fully_replicated
+        ]
+        return cls(
+            tuple(path for path in sorted(params) if path not in small),
+            tuple((path, params[path].size) for path in small),
+        )
+
+    def pack(self, params: Params) -> Leaves:
+        """The leaves, in order."""
+        vectors = [params[path] for path, _ in self.joined]
+        joined = jnp.concatenate(vectors) if vectors else jnp.zeros(0, jnp.float32)
+        return (*(params[path] for path in self.paths), joined)
+
+    def unpack(self, leaves: Leaves) -> Params:
+        """Parameters by path again; inside the step, where slicing the vector is free."""
+        params = dict(zip(self.paths, leaves[:-1], strict=True))
+        start = 0
+        for path, size in self.joined:
+            params[path] = leaves[-1][start : start + size]
+            start += size
+        return params
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """Everything static that a step is built from."""
+
+    graph: Any
+    layout: ParameterLayout
     groups: tuple[CacheGroup, ...]
     max_logprobs: int
     processors: tuple[LogitsProcessor, ...] = ()
@@ -89,7 +126,7 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
         leaves: Leaves, carry: Carry, batch: StepBatch, sampling: SamplingTable
     ) -> tuple[StepOutput, Carry]:
         on_trace()
-        model = bind(spec.graph, dict(zip(spec.paths, leaves, strict=True)))
+        model = bind(spec.graph, spec.layout.unpack(leaves))
         ragged = batch.ragged
         num_tokens = batch.token_ids.shape[0]
         rows = jnp.minimum(ragged.token_rows(num_tokens), ragged.num_rows_padded)

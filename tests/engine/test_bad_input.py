@@ -28,7 +28,7 @@ PROMPTS: dict[str, tuple[Any, Any, str]] = {
     "biased token": (GOOD, SamplingParams(logit_bias={500: 1.0}), "logit_bias names token 500"),
     "too many biases": (
         GOOD,
-        SamplingParams(logit_bias={i: 1.0 for i in range(3)}),
+        SamplingParams(logit_bias=dict.fromkeys(range(3), 1.0)),
         "3 entries but max_logit_bias is 2; send fewer",
     ),
     "log probabilities": (GOOD, SamplingParams(logprobs=3), "max_logprobs is 2; ask for fewer"),

@@ -155,15 +155,14 @@ def test_enforce_eager_gives_the_same_tokens(rig: GetRig) -> None:
     rig_ = rig("lara_mini-untied")
     runner = Runner(rig_.model, engine_config(enforce_eager=True), fill=float("nan"))
     engine = Engine(runner, None)
-    requests = [Request(f"r{n}", random_prompt(n, 0), greedy(3)) for n in (2, 18)]
+    requests = [Request(f"r{n}", random_prompt(n, 0), greedy(2)) for n in (2, 7)]
     for request in requests:
         engine.add_request(request)
     rig_.oracle.check(drive(engine), requests)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
+@pytest.mark.parametrize("max_num_seqs, page_size", [(1, 3), (3, 1), (3, 16)])
 def test_other_shapes(max_num_seqs: int, page_size: int, tmp_path: Path) -> None:
     """Device arrays of one row, odd page sizes, an odd token budget and several row buckets."""
     options = {"row_buckets": (2, 3)[: max_num_seqs or 1], "token_buckets": (4, 7)}
