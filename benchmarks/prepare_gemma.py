@@ -45,7 +45,9 @@ def write_directory(source: GGUFSource, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(config, indent=2))
     tensors = {name: source.get(name).astype(ml_dtypes.bfloat16) for name in source.names()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    source.tokenizer().save_pretrained(str(target))
+    tokenizer = source.tokenizer()
+    assert tokenizer is not None
+    tokenizer.save_pretrained(str(target))
 
 
 def write_gguf(source: Path, target: Path, kind: gguf.GGMLQuantizationType, file_type: int) -> None:

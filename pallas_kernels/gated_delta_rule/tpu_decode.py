@@ -1,0 +1,182 @@
+"""Decode on TPU: one token per row, one transfer of each state in and one out.
+
+The grid goes over (head blocks, rows). The pipeline fetches the state of row i + 1 from its read
+slot while row i is computed and row i - 1 is on its way to its write slot. Rows are computed on
+the vector units in float32: with one token per row, a matrix unit would spend its time loading the
+state as weights.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged import RaggedBatch
+
+F32 = jnp.float32
+ROWS = 16  # rows whose q, k, v come in one transfer: the sublanes of a bfloat16 tile
+
+
+def decode(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    ragged: RaggedBatch,
+    read_slots: jax.Array,
+    write_slots: jax.Array,
+    *,
+    heads: int,
+    scale: float,
+    l2norm: bool,
+    vmem_limit: int,
+    interpret: object = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Decode rows of a batch; other rows touch no slot.
+
+    Arguments are those of `api.gated_delta_rule`, with the first S tokens only.
+
+    Args:
+        heads: value heads per grid step; divides Hv and is a multiple of Hv / Hk.
+        vmem_limit: bytes of VMEM that the kernel may use.
+        interpret: as for `pl.pallas_call`.
+
+    Returns:
+        out [S, Hv, dv], 0 for rows that do not decode, and the new `state`.
+    """
+    rows, v_heads, dv = v.shape
+    dk = q.shape[2]
+    blocks = v_heads // heads
+    k_heads = q.shape[1] // blocks
+    size = min(rows, ROWS)
+    # g and beta of a head block side by side, so that a block of lanes needs no offset.
+    gates = jnp.stack([g, beta]).reshape(2, rows, blocks, heads)
+    gates = gates.transpose(2, 1, 0, 3).reshape(blocks, rows, 2 * heads)
+
+    def tokens(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((size, width), lambda j, i, *_: (i // size, j))
+
+    def slot(which: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, heads, dk, dv), lambda j, i, *scalars: (scalars[which][i], j, 0, 0))
+
+    kernel = functools.partial(_kernel, k_heads=k_heads, scale=scale, l2norm=l2norm)
+    out, state = pl.pallas_call(
+        kernel,
+        name="gated_delta_decode",
+        out_shape=(
+            jax.ShapeDtypeStruct((rows, v_heads * dv), v.dtype),
+            jax.ShapeDtypeStruct(state.shape, state.dtype),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(blocks, rows),
+            in_specs=[
+                tokens(k_heads * dk),
+                tokens(k_heads * dk),
+                tokens(heads * dv),
+                pl.BlockSpec((1, size, 2 * heads), lambda j, i, *_: (j, i // size, 0)),
+                slot(0),
+            ],
+            out_specs=(tokens(heads * dv), slot(1)),
+            scratch_shapes=[
+                pltpu.VMEM((size, -(-2 * k_heads // 8) * 8, dk), F32),
+                pltpu.VMEM((size, heads, dv), F32),
+                pltpu.VMEM((size, heads, dv), F32),
+            ],
+        ),
+        input_output_aliases={8: 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit
+        ),
+        interpret=interpret,
+    )(
+        *_schedule(ragged, read_slots, write_slots),
+        *(x.reshape(rows, -1) for x in (q, k, v)),
+        gates,
+        state,
+    )
+    return out.reshape(v.shape), state
+
+
+def _schedule(
+    ragged: RaggedBatch, read_slots: jax.Array, write_slots: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Slots i32[S] to read and to write, whether a row starts from zeros i32[S], decode rows i32[1].
+
+    A grid step must name a block even if it has no use for it. Naming the block of an earlier row
+    again moves nothing, so rows that start from zeros read, and rows that do not decode read and
+    write, "what the row before them did". Where there is none it is the null slot.
+    """
+    row = jnp.arange(ragged.num_rows_padded, dtype=jnp.int32)
+    count = ragged.counts[:1]
+    reads = (row < count) & ragged.has_state
+    reader = lax.cummax(jnp.where(reads, row, -1))
+    source = jnp.where(reader >= 0, read_slots[jnp.maximum(reader, 0)], 0)
+    writer = jnp.minimum(row, count - 1)
+    target = jnp.where(writer >= 0, write_slots[jnp.maximum(writer, 0)], 0)
+    return source, target, 1 - ragged.has_state.astype(jnp.int32), count
+
+
+def _kernel(
+    source, target, fresh, count, q, k, v, gates, before, out, after, qk_rows, v_rows, out_rows,
+    *, k_heads: int, scale: float, l2norm: bool,
+) -> None:  # fmt: skip
+    """One row, for one block of heads.
+
+    SMEM: source, target, fresh i32[S], count i32[1]. VMEM: q, k [R, Hk' dk]; v, out [R, Hv' dv];
+    gates [1, R, 2 Hv']; before, after [1, Hv', dk, dv]; float32 scratch qk_rows [R, 2 Hk', dk],
+    v_rows and out_rows [R, Hv', dv].
+    """
+    del source, target  # used by the index maps
+    _, heads, dk, dv = before.shape
+    size, group = q.shape[0], heads // k_heads
+    i = pl.program_id(1)
+    r = lax.rem(i, size)
+
+    # All rows of a block at once: a packed bfloat16 tile cannot be read at a dynamic row.
+    @pl.when(r == 0)
+    def _prepare() -> None:
+        for h in range(k_heads):
+            lanes = slice(h * dk, (h + 1) * dk)
+            qh, kh = q[:, lanes].astype(F32), k[:, lanes].astype(F32)
+            if l2norm:
+                qh, kh = (
+                    x * lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + 1e-6) for x in (qh, kh)
+                )
+            qk_rows[:, h, :] = qh * scale
+            qk_rows[:, k_heads + h, :] = kh
+        for h in range(heads):
+            v_rows[:, h, :] = v[:, h * dv : (h + 1) * dv].astype(F32)
+        out_rows[...] = jnp.zeros_like(out_rows)
+
+    @pl.when(i < count[0])
+    def _row() -> None:
+        columns = qk_rows[r].T
+        gate = gates[0, pl.ds(r, 1), :]
+        decay, beta = jnp.exp(gate[:, :heads]), gate[:, heads:]
+        from_zeros = fresh[i] == 1
+        for h in range(heads):
+            at = h // group
+            qh, kh = columns[:, at : at + 1], columns[:, k_heads + at : k_heads + at + 1]
+            # Selected, since the slot may hold anything.
+            state = jnp.where(from_zeros, 0.0, before[0, h]) * decay[:, h : h + 1]
+            memory = jnp.sum(state * kh, axis=0, keepdims=True)
+            delta = beta[:, h : h + 1] * (v_rows[r, h : h + 1] - memory)
+            state = state + kh * delta
+            after[0, h] = state
+            out_rows[r, h : h + 1] = jnp.sum(state * qh, axis=0, keepdims=True)
+
+    # Without decode rows the null slot is written, with what it held.
+    @pl.when((i == 0) & (count[0] == 0))
+    def _nothing() -> None:
+        after[...] = before[...]
+
+    @pl.when((r == size - 1) | (i == pl.num_programs(1) - 1))
+    def _finish() -> None:
+        for h in range(heads):
+            out[:, h * dv : (h + 1) * dv] = out_rows[:, h, :].astype(out.dtype)
