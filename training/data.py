@@ -92,11 +92,13 @@ class DataSource:
             row += document
         return row + (self._corpus_row(rng, room) if room else [])
 
+    def _facts(self, rng: random.Random, count: int, stage: Stage) -> list[recall.Fact]:
+        kinds = rng.randint(2, 4) if rng.random() < stage.alike else 10
+        return recall.make_facts(rng, count, "".join(rng.sample("0123456789", kinds)))
+
     def _drill(self, rng: random.Random, room: int, stage: Stage) -> Tokens:
         """Facts, then nothing but questions for `room` tokens, in random order."""
-        count = rng.randint((stage.keys + 1) // 2, stage.keys)
-        names = recall.NAMES[:: len(recall.NAMES) // stage.names][: stage.names]
-        facts = recall.make_facts(rng, count, names)
+        facts = self._facts(rng, rng.randint((stage.keys + 1) // 2, stage.keys), stage)
         body: Tokens = []
         pending = list(facts)
         known: list[recall.Fact] = []
@@ -110,7 +112,7 @@ class DataSource:
 
     def _document(self, rng: random.Random, room: int, stage: Stage) -> Tokens:
         most = max(1, min(stage.keys, (room - 8) // (3 * TOKENS_PER_FACT)))
-        facts = recall.make_facts(rng, rng.randint(1, most))
+        facts = self._facts(rng, rng.randint(1, most), stage)
         spare = room - TOKENS_PER_FACT * len(facts) - 8
         # Each fact is asked for once: a second answer could be copied from the first.
         count = max(1, min(len(facts), stage.questions, spare // (2 * TOKENS_PER_FACT)))

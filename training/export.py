@@ -99,6 +99,7 @@ def write_model(tensors: dict[str, np.ndarray], dtype: str, tokenizer: Path, out
     """Write weights, configuration and tokenizer; refuse a directory over the size limit."""
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)
     made_for = version("transformers")
     write_json(out / "config.json", CONFIG | {"dtype": dtype, "transformers_version": made_for})
     ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}

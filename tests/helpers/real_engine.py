@@ -84,7 +84,7 @@ class Rig:
         sizes = self.runner.sizes
         if longest is not None:
             sizes = CacheSizes(PAGE, tuple(self._small(longest, spare, config)))
-        for row in range(1, ROWS + 1):
+        for row in range(1, self.runner.config.max_num_seqs + 1):
             self.runner.sampling_rows.clear_row(row)
         self.runner.reset()
         return Engine(_View(self.runner, config, sizes), None)

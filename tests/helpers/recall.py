@@ -58,10 +58,10 @@ class Fact:
         return f"The king gave {self.name}"
 
 
-def make_facts(rng: random.Random, count: int, names: Sequence[str] = NAMES) -> list[Fact]:
-    """`count` facts with distinct names; digits may start with zero."""
-    drawn = rng.sample(names, count)
-    return [Fact(n, "".join(rng.choice("0123456789") for _ in range(DIGITS))) for n in drawn]
+def make_facts(rng: random.Random, count: int, digits: str = "0123456789") -> list[Fact]:
+    """`count` facts with distinct names and numbers of `digits`, which may start with zero."""
+    names = rng.sample(NAMES, count)
+    return [Fact(name, "".join(rng.choice(digits) for _ in range(DIGITS))) for name in names]
 
 
 def scatter(

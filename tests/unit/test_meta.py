@@ -19,7 +19,7 @@ from tests.helpers import tiny
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("hybrid_jax", "pallas_kernels", "serving")
 FOLDERS = (*PACKAGES, "training", "benchmarks", "tests")
-MAX_FILE, MAX_CLASS, MAX_FUNCTION = 500, 300, 60
+MAX_FILE, MAX_KERNEL_FILE, MAX_CLASS, MAX_FUNCTION = 500, 800, 300, 60
 
 
 def sources(*folders: str) -> list[Path]:
@@ -41,15 +41,15 @@ def definitions(path: Path) -> Iterator[tuple[ast.AST, str, int]]:
 
 
 def test_files_classes_and_functions_are_short() -> None:
-    """Functions of kernels may be longer: there, the whole of an algorithm is one function."""
+    """Kernels may be longer: there, the whole of an algorithm is one function."""
     too_long = []
     for path in sources(*FOLDERS):
         lines = len(path.read_text().splitlines())
-        if lines >= MAX_FILE:
+        kernel = path.is_relative_to(ROOT / "pallas_kernels")
+        if lines >= (MAX_KERNEL_FILE if kernel else MAX_FILE):
             too_long.append(f"{name_of(path)}: {lines} lines")
         for node, name, length in definitions(path):
             limit = MAX_CLASS if isinstance(node, ast.ClassDef) else MAX_FUNCTION
-            kernel = path.is_relative_to(ROOT / "pallas_kernels")
             if length >= limit and not (kernel and not isinstance(node, ast.ClassDef)):
                 too_long.append(f"{name_of(path)}: {name} has {length} lines")
     assert too_long == []

@@ -1,0 +1,51 @@
+"""Kernels compile for every TPU generation, and update their pools in place."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import RaggedBatch, gated_delta_rule
+from pallas_kernels.gated_delta_rule.cases import CASES, Case
+from tests.helpers.tpu import TOPOLOGIES, check_in_place, compile_for, needs_libtpu
+
+pytestmark = [needs_libtpu, pytest.mark.slow]
+GATED_DELTA = {case.name: case for case in CASES}
+
+
+def shape(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+
+def gated_delta_arguments(case: Case, tokens: int, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """q, k, v as layers have them, flat; g, beta, state, row boundaries and slots."""
+    keys, values = case.num_k_heads * case.k_dim, case.num_v_heads * case.v_dim
+    qkv = (shape(case.dtype, tokens, width) for width in (keys, keys, values))
+    gates = (shape("float32", tokens, case.num_v_heads) for _ in range(2))
+    state = shape("float32", 2 * rows + 1, case.num_v_heads, case.k_dim, case.v_dim)
+    return (*qkv, *gates, state, *(shape("int32", n) for n in (rows + 1, rows, 2, rows, rows)))
+
+
+def gated_delta(case: Case, decode_only: bool):
+    def run(q, k, v, g, beta, state, starts, lens, counts, read, write):
+        tokens = q.shape[0]
+        q, k = (x.reshape(tokens, case.num_k_heads, case.k_dim) for x in (q, k))
+        v = v.reshape(tokens, case.num_v_heads, case.v_dim)
+        ragged = RaggedBatch(starts, lens, counts, decode_only)
+        out, state = gated_delta_rule.gated_delta_rule(
+            q, k, v, g, beta, state, ragged, read, write, implementation="mosaic_tpu"
+        )
+        return out.reshape(tokens, -1), state
+
+    return run
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("qwen35_9b", 1), ("qwen35_9b", 20), ("qwen35_9b", 256), ("qwen3_next_80b", 64)],
+)
+def test_gated_delta_rule_decode(name: str, rows: int, chip: str) -> None:
+    case = GATED_DELTA[name]
+    arguments = gated_delta_arguments(case, rows, rows)
+    compiled = compile_for(chip, gated_delta(case, True), arguments, donate=(5,))
+    check_in_place(compiled, arguments[5])
