@@ -1,7 +1,7 @@
 """The stages of training: what a batch holds at each, and when the next one begins.
 
-Recall is a circuit that a model finds suddenly, and only if questions are dense: the first stages
-are nothing but facts and repetitions of them. Distance, filler and plain text come once it works.
+Recall is a circuit that a model finds suddenly, and only if questions are dense: it starts with
+nothing but facts and repetitions of them. Distance, filler and plain text come once that works.
 """
 
 from __future__ import annotations

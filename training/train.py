@@ -1,6 +1,6 @@
 """Trains the bundled model within a wall-clock budget; interrupted runs continue where they were.
 
-    python -m training.train --corpus DIR --tokenizer DIR --out DIR --minutes 60
+    python -m training.train --corpus DIR --tokenizer DIR --out DIR --minutes 39
 
 SIGTERM ends it after the current step; the same command continues.
 `OUT/log.jsonl` holds one JSON object a line; `OUT/checkpoint.safetensors` the newest state.
@@ -233,10 +233,10 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="of tokenizer.json")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--forward", default="training.forward:make_forward")
-    parser.add_argument("--minutes", type=float, default=60, help="budget over all resumed runs")
-    parser.add_argument("--evaluate-minutes", type=float, default=4)
-    parser.add_argument("--save-minutes", type=float, default=3)
-    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=39, help="budget over all resumed runs")
+    parser.add_argument("--evaluate-minutes", type=float, default=12)
+    parser.add_argument("--save-minutes", type=float, default=2)
+    parser.add_argument("--log-every", type=int, default=25)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
