@@ -1,4 +1,4 @@
-"""The bundled model: it recalls numbers, whoever shares its batch, and transformers reads it too."""
+"""The bundled model recalls numbers, whoever shares its batch; transformers reads it too."""
 
 import random
 from collections.abc import Iterator
