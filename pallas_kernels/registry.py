@@ -5,7 +5,9 @@ on an accelerator is logged with the reason why each kernel refused.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +20,8 @@ from pallas_kernels import platform as platform_
 REFERENCE = "reference"
 
 logger = logging.getLogger(__name__)
+
+_partitioned: ContextVar[bool] = ContextVar("partitioned", default=False)
 
 
 class ArrayFacts(NamedTuple):
@@ -34,6 +38,7 @@ class Facts:
     platform: str
     device_kind: str
     items: tuple[tuple[str, Hashable], ...]
+    partitioned: bool = False  # XLA will cut the traced code over several devices
 
     @classmethod
     def of(cls, **values: Any) -> "Facts":
@@ -45,7 +50,8 @@ class Facts:
             else value
             for name, value in values.items()
         }
-        return cls(device.platform, device.kind, tuple(sorted(described.items())))
+        items = tuple(sorted(described.items()))
+        return cls(device.platform, device.kind, items, _partitioned.get())
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -112,7 +118,10 @@ class Registry:
         refused: list[tuple[str, str]] = []
         for name in names if forced is None else (forced,):
             entry = self._entries[op][name]
-            reason = entry.refuses(facts)
+            if facts.partitioned and name != REFERENCE:
+                reason = "XLA cannot cut a kernel over several devices"
+            else:
+                reason = entry.refuses(facts)
             if reason is None:
                 selection = Selection(op, facts, name, entry.fn, tuple(refused), forced is not None)
                 self._record(selection)
@@ -138,6 +147,16 @@ class Registry:
                 selection.facts.device_kind,
                 reasons or "no kernel is registered for this op",
             )
+
+
+@contextmanager
+def partitioned(active: bool) -> Iterator[None]:
+    """States, while tracing, whether XLA will cut the code over several devices."""
+    token = _partitioned.set(active)
+    try:
+        yield
+    finally:
+        _partitioned.reset(token)
 
 
 _registry = Registry()

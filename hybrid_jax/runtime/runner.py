@@ -67,6 +67,7 @@ class Runner:
             self._plan.groups,
             self._config.max_logprobs,
             tuple(processors.values()),
+            partitioned=self._partitioner is not None,
         )
         self._num_traces = 0
         self._carry = self._fresh_carry()

@@ -16,6 +16,7 @@ from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput
 from hybrid_jax.runtime.mesh import Partitioner
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable, sample
 from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec
+from pallas_kernels import registry
 from pallas_kernels.storage import encode, value_dtype
 
 Leaves = tuple[jax.Array, ...]
@@ -73,6 +74,7 @@ class StepSpec:
     groups: tuple[CacheGroup, ...]
     max_logprobs: int
     processors: tuple[LogitsProcessor, ...] = ()
+    partitioned: bool = False  # parameters and caches are cut over several devices
 
 
 def init_carry(
@@ -134,9 +136,10 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
         tokens = jnp.where(batch.token_ids < 0, carry.last_token[row_of_token], batch.token_ids)
         history = carry.history.at[row_of_token, batch.positions].set(tokens)
         tables = tuple(batch.tables[group] for group in group_of_layer)
-        hidden, caches = model(
-            tokens, batch.positions, carry.caches, tables, StepContext(ragged, {})
-        )
+        with registry.partitioned(spec.partitioned):
+            hidden, caches = model(
+                tokens, batch.positions, carry.caches, tables, StepContext(ragged, {})
+            )
         last = hidden[jnp.maximum(batch.query_start_loc[1:] - 1, 0)]
         logits = model.logits(last)
         with jax.named_scope("sample"):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import platform
-from pallas_kernels.registry import ArrayFacts, Facts, Registry, never
+from pallas_kernels.registry import ArrayFacts, Facts, Registry, never, partitioned
 
 
 def run() -> str:
@@ -103,3 +103,16 @@ def test_fallback_on_an_accelerator_is_logged(
     (record,) = caplog.records
     assert f"op runs the slow reference on test {device}" in record.message
     assert "fast: x is wider than 8" in record.message
+
+
+def test_kernels_refuse_code_that_is_cut_over_devices() -> None:
+    own = Registry()
+    own.register("op", "kernel", lambda: None, never)
+    own.register("op", "reference", lambda: None, never)
+    assert own.select("op", Facts.of()).implementation == "kernel"
+    with partitioned(True):
+        choice = own.select("op", Facts.of())
+        assert choice.implementation == "reference"
+        assert "several devices" in choice.refused[0][1]
+        with pytest.raises(ValueError, match="several devices"):
+            own.select("op", Facts.of(), forced="kernel")
