@@ -1,5 +1,7 @@
 """The call that layers make: checks shapes, selects an implementation, runs it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +10,7 @@ from pallas_kernels.gated_delta_rule import reference
 from pallas_kernels.ragged import RaggedBatch
 
 OP = "gated_delta_rule"
+MOSAIC_TPU = "mosaic_tpu"
 registry.register(OP, registry.REFERENCE, reference.gated_delta_rule, registry.never)
 
 
@@ -55,8 +58,18 @@ def gated_delta_rule(
         q=q, k=k, v=v, g=g, beta=beta, state=state, rows=ragged.num_rows_padded,
         decode_only=ragged.decode_only, l2norm=l2norm,
     )  # fmt: skip
+    if facts.platform == "tpu" or implementation == MOSAIC_TPU:
+        _register_mosaic_tpu()
     run = registry.select(OP, facts, implementation).fn
     return run(q, k, v, g, beta, state, ragged, read_slots, write_slots, scale=scale, l2norm=l2norm)
+
+
+@functools.cache
+def _register_mosaic_tpu() -> None:
+    """On demand: no other platform should pay for the import of Pallas for TPU."""
+    from pallas_kernels.gated_delta_rule import mosaic_tpu
+
+    registry.register(OP, MOSAIC_TPU, mosaic_tpu.gated_delta_rule, mosaic_tpu.refuses)
 
 
 def _check(

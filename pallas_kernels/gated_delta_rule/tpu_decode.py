@@ -17,19 +17,15 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.ragged import RaggedBatch
 
 F32 = jnp.float32
+Tokens = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 ROWS = 16  # rows whose q, k, v come in one transfer: the sublanes of a bfloat16 tile
 
 
 def decode(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
+    tokens: Tokens,
     state: jax.Array,
     ragged: RaggedBatch,
-    read_slots: jax.Array,
-    write_slots: jax.Array,
+    slots: tuple[jax.Array, jax.Array],
     *,
     heads: int,
     scale: float,
@@ -39,7 +35,8 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Decode rows of a batch; other rows touch no slot.
 
-    Arguments are those of `api.gated_delta_rule`, with the first S tokens only.
+    `tokens` are q, k, v, g, beta of the first S tokens, `slots` the slots to read and to write, as
+    for `api.gated_delta_rule`.
 
     Args:
         heads: value heads per grid step; divides Hv and is a multiple of Hv / Hk.
@@ -49,6 +46,7 @@ def decode(
     Returns:
         out [S, Hv, dv], 0 for rows that do not decode, and the new `state`.
     """
+    q, k, v, g, beta = tokens
     rows, v_heads, dv = v.shape
     dk = q.shape[2]
     blocks = v_heads // heads
@@ -58,7 +56,7 @@ def decode(
     gates = jnp.stack([g, beta]).reshape(2, rows, blocks, heads)
     gates = gates.transpose(2, 1, 0, 3).reshape(blocks, rows, 2 * heads)
 
-    def tokens(width: int) -> pl.BlockSpec:
+    def part(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((size, width), lambda j, i, *_: (i // size, j))
 
     def slot(which: int) -> pl.BlockSpec:
@@ -76,13 +74,13 @@ def decode(
             num_scalar_prefetch=4,
             grid=(blocks, rows),
             in_specs=[
-                tokens(k_heads * dk),
-                tokens(k_heads * dk),
-                tokens(heads * dv),
+                part(k_heads * dk),
+                part(k_heads * dk),
+                part(heads * dv),
                 pl.BlockSpec((1, size, 2 * heads), lambda j, i, *_: (j, i // size, 0)),
                 slot(0),
             ],
-            out_specs=(tokens(heads * dv), slot(1)),
+            out_specs=(part(heads * dv), slot(1)),
             scratch_shapes=[
                 pltpu.VMEM((size, -(-2 * k_heads // 8) * 8, dk), F32),
                 pltpu.VMEM((size, heads, dv), F32),
@@ -95,7 +93,7 @@ def decode(
         ),
         interpret=interpret,
     )(
-        *_schedule(ragged, read_slots, write_slots),
+        *_schedule(ragged, *slots),
         *(x.reshape(rows, -1) for x in (q, k, v)),
         gates,
         state,
@@ -106,7 +104,7 @@ def decode(
 def _schedule(
     ragged: RaggedBatch, read_slots: jax.Array, write_slots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Slots i32[S] to read and to write, whether a row starts from zeros i32[S], decode rows i32[1].
+    """Per row, i32[S]: slot to read, slot to write, starts from zeros; and the decode rows, i32[1].
 
     A grid step must name a block even if it has no use for it. Naming the block of an earlier row
     again moves nothing, so rows that start from zeros read, and rows that do not decode read and

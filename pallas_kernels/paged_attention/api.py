@@ -1,5 +1,7 @@
 """The call that layers make: checks shapes, selects an implementation, runs it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +10,7 @@ from pallas_kernels.paged_attention import reference
 from pallas_kernels.ragged import RaggedBatch
 
 OP = "paged_attention"
+MOSAIC_TPU = "mosaic_tpu"
 registry.register(OP, registry.REFERENCE, reference.paged_attention, registry.never)
 
 
@@ -66,10 +69,20 @@ def paged_attention(
         q=q, k=k, v=v, pages=pages, table=table, decode_only=ragged.decode_only,
         window=window, softcap=softcap, sinks=sinks is not None,
     )  # fmt: skip
+    if facts.platform == "tpu" or implementation == MOSAIC_TPU:
+        _register_mosaic_tpu()
     run = registry.select(OP, facts, implementation).fn
     return run(
         q, k, v, pages, table, ragged, scale=scale, window=window, softcap=softcap, sinks=sinks
     )
+
+
+@functools.cache
+def _register_mosaic_tpu() -> None:
+    """On demand: no other platform should pay for the import of Pallas for TPU."""
+    from pallas_kernels.paged_attention import mosaic_tpu
+
+    registry.register(OP, MOSAIC_TPU, mosaic_tpu.paged_attention, mosaic_tpu.refuses)
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""Compiles for TPUs that are not there: libtpu has the compiler, a topology stands for the devices."""
+"""Compiles for TPUs that are not there: libtpu is the compiler, a topology stands for devices."""
 
 import importlib.util
 import os
@@ -37,6 +37,7 @@ def compile_for(
     """`fn` compiled for one device of `chip`, kernels selected for it. `args` are shapes."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask
     os.environ.setdefault("TPU_LOG_DIR", "disabled")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # its lock guards devices; none here
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
     device = topology.devices[0]
     mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
@@ -51,15 +52,19 @@ def compile_for(
         return jax.jit(fn, donate_argnums=tuple(donate)).lower(*placed).compile()
 
 
-def check_in_place(compiled: jax.stages.Compiled, pool: jax.ShapeDtypeStruct) -> None:
-    """Nothing but kernels produces an array as large as `pool`, and the donated pool is aliased."""
+def check_in_place(
+    compiled: jax.stages.Compiled, pool: jax.ShapeDtypeStruct, kernels: Sequence[str]
+) -> None:
+    """The kernels run, nothing else makes an array as large as `pool`, and `pool` is aliased."""
     size = int(np.prod(pool.shape))
     makers = set()
-    for types, opcode in _INSTRUCTION.findall(compiled.as_text()):
+    text = compiled.as_text()
+    missing = [name for name in kernels if not re.search(rf"%{name}[.\d]* = .*custom-call", text)]
+    assert not missing, f"not in the module: {missing}"
+    for types, opcode in _INSTRUCTION.findall(text):
         for dims in re.findall(r"\w+\[([\d,]+)\]", types):
             if np.prod([int(n) for n in dims.split(",")]) >= size:
                 makers.add(opcode)
-    assert "custom-call" in makers  # otherwise the pool would not be in the module at all
     assert makers <= _FREE, f"pool-sized results of {makers - _FREE}"
     memory = compiled.memory_analysis()
     assert memory is not None

@@ -31,9 +31,7 @@ def gated_delta(case: Case, decode_only: bool):
         q, k = (x.reshape(tokens, case.num_k_heads, case.k_dim) for x in (q, k))
         v = v.reshape(tokens, case.num_v_heads, case.v_dim)
         ragged = RaggedBatch(starts, lens, counts, decode_only)
-        out, state = gated_delta_rule.gated_delta_rule(
-            q, k, v, g, beta, state, ragged, read, write, implementation="mosaic_tpu"
-        )
+        out, state = gated_delta_rule.gated_delta_rule(q, k, v, g, beta, state, ragged, read, write)
         return out.reshape(tokens, -1), state
 
     return run
@@ -48,4 +46,25 @@ def test_gated_delta_rule_decode(name: str, rows: int, chip: str) -> None:
     case = GATED_DELTA[name]
     arguments = gated_delta_arguments(case, rows, rows)
     compiled = compile_for(chip, gated_delta(case, True), arguments, donate=(5,))
-    check_in_place(compiled, arguments[5])
+    check_in_place(compiled, arguments[5], kernels=("gated_delta_decode",))
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("name", "tokens", "rows"), [("qwen35_9b", 300, 20), ("qwen3_next_80b", 64, 8)]
+)
+def test_gated_delta_rule_mixed(name: str, tokens: int, rows: int, chip: str) -> None:
+    case = GATED_DELTA[name]
+    arguments = gated_delta_arguments(case, tokens, rows)
+    compiled = compile_for(chip, gated_delta(case, False), arguments, donate=(5,))
+    kernels = ("gated_delta_decode", "gated_delta_prefill")
+    check_in_place(compiled, arguments[5], kernels=kernels)
+
+
+def test_a_copy_of_the_pool_is_seen() -> None:
+    """What `check_in_place` is for: a pool that was not donated has to be copied."""
+    case = GATED_DELTA["qwen35_9b"]
+    arguments = gated_delta_arguments(case, 8, 8)
+    compiled = compile_for("v6e", gated_delta(case, True), arguments)
+    with pytest.raises(AssertionError, match="pool-sized results"):
+        check_in_place(compiled, arguments[5], kernels=("gated_delta_decode",))

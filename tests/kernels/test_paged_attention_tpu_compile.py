@@ -1,0 +1,102 @@
+"""paged_attention compiles for every TPU generation, and updates its pages in place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import RaggedBatch, registry
+from pallas_kernels.paged_attention import api, paged_attention, pages_shape
+from pallas_kernels.paged_attention.cases import CASES, Case
+from tests.helpers.tpu import TOPOLOGIES, check_in_place, compile_for, needs_libtpu
+
+pytestmark = [needs_libtpu, pytest.mark.slow]
+ROWS = 16
+CONTEXT = 4096
+KERNELS = ("paged_attention_write", "paged_attention_decode")
+CASE = {case.name: case for case in CASES} | {
+    case.name: case
+    for case in (
+        Case("llama3_8b", 32, 8, 128, 16, dtype="bfloat16"),
+        Case("qwen3_next_bf16_128", 16, 2, 256, 128, dtype="bfloat16"),
+        Case("group_16", 32, 2, 128, 64, window=1024, sinks=True, softcap=20.0, dtype="bfloat16"),
+        Case("dim_512", 8, 4, 512, 32, dtype="bfloat16"),
+        Case("page_256", 24, 12, 128, 256, dtype="bfloat16"),
+    )
+}
+NAMES = (
+    "gemma3_270m_local",
+    "gemma3_27b_global",
+    "gemma2_9b",
+    "qwen35_9b",
+    "qwen3_next_80b",
+    "llama3_8b",
+    "qwen3_next_bf16_128",
+    "group_16",
+    "dim_512",
+    "page_256",
+)
+
+
+def shape(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+
+def arguments(case: Case, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """q, k, v, pages, table, row boundaries and sinks of a decode batch.
+
+    The pool is larger than any VMEM, where XLA would otherwise put it.
+    """
+    seen = case.window or CONTEXT
+    width = -(-seen // case.page_size) + 1
+    page = pages_shape(1, case.page_size, case.num_kv_heads, case.head_dim)
+    item = jnp.dtype(case.dtype).itemsize
+    num_pages = (256 << 20) // (page[1] * page[2] * page[3] * item)
+    kv = shape(case.dtype, rows, case.num_kv_heads, case.head_dim)
+    return (
+        shape(case.dtype, rows, case.num_heads, case.head_dim),
+        kv,
+        kv,
+        shape(case.dtype, num_pages, *page[1:]),
+        *(shape("int32", *dims) for dims in ((rows, width), (rows + 1,), (rows,), (2,))),
+        shape("float32", case.num_heads),
+    )
+
+
+def attention(case: Case):
+    call = functools.partial(
+        paged_attention,
+        scale=case.head_dim**-0.5,
+        window=case.window,
+        softcap=case.softcap,
+        implementation=api.MOSAIC_TPU,
+    )
+
+    def run(q, k, v, pages, table, starts, lens, counts, sinks):
+        ragged = RaggedBatch(starts, lens, counts, decode_only=True)
+        return call(q, k, v, pages, table, ragged, sinks=sinks if case.sinks else None)
+
+    return run
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_decode(name: str, chip: str) -> None:
+    given = arguments(CASE[name], ROWS)
+    compiled = compile_for(chip, attention(CASE[name]), given, donate=(3,))
+    check_in_place(compiled, given[3], KERNELS)
+
+
+def test_the_registry_chooses_it_for_a_tpu() -> None:
+    case = CASE["qwen35_9b"]
+
+    def run(q, k, v, pages, table, starts, lens, counts, sinks):
+        del sinks
+        ragged = RaggedBatch(starts, lens, counts, decode_only=True)
+        return paged_attention(q, k, v, pages, table, ragged, scale=1.0)
+
+    compiled = compile_for("v6e", run, arguments(case, ROWS), donate=(3,))
+    check_in_place(compiled, arguments(case, ROWS)[3], KERNELS)
+    chosen = [choice for choice in registry.report() if choice.op == api.OP]
+    assert chosen[-1].implementation == api.MOSAIC_TPU and not chosen[-1].refused
