@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -272,6 +272,8 @@ class LLM:
                 raise InvalidRequest("the prompt is empty; give at least one character")
             return tuple(self._require_tokenizer("a text prompt").encode(prompt))
         try:
+            if isinstance(prompt, bytes | bytearray | Mapping):
+                raise TypeError
             return tuple(int(token.__index__()) for token in prompt)
         except (AttributeError, TypeError):
             raise InvalidRequest(
@@ -290,6 +292,11 @@ def _split(prompts: Any) -> list[str | TokenIds]:
     """The prompts as a list: a string or a list of integers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray | Mapping | Set) or not isinstance(prompts, Iterable):
+        raise InvalidRequest(
+            f"prompts are {type(prompts).__name__}; give a string, a list of token ids, or a list "
+            "of these"
+        )
     prompts = list(prompts)
     if prompts and hasattr(prompts[0], "__index__"):
         return [prompts]

@@ -68,6 +68,18 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            _positive(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads are no multiple of {self.num_kv_heads} KV heads"
+            )
+        if self.window is not None:
+            _positive("sliding_window", self.window)
+        if self.rope is not None and not 0 < self.rope.dim <= self.head_dim:
+            raise ValueError(f"rope over {self.rope.dim} channels of a head of {self.head_dim}")
+
 
 @dataclass(frozen=True)
 class GatedDeltaSpec:
@@ -86,6 +98,14 @@ class GatedDeltaSpec:
     norm_eps: float
     allow_neg_eigval: bool = False
 
+    def __post_init__(self) -> None:
+        for name in ("num_k_heads", "num_v_heads", "k_dim", "v_dim", "conv_width"):
+            _positive(name, getattr(self, name))
+        if self.num_v_heads % self.num_k_heads:
+            raise ValueError(
+                f"{self.num_v_heads} value heads are no multiple of {self.num_k_heads} key heads"
+            )
+
     @property
     def conv_channels(self) -> int:
         """Channels of the convolution: all of q, k and v, in this order."""
@@ -102,6 +122,9 @@ class MLPSpec:
     intermediate_size: int
     activation: Activation = "silu"
 
+    def __post_init__(self) -> None:
+        _positive("intermediate_size", self.intermediate_size)
+
 
 @dataclass(frozen=True)
 class MoESpec:
@@ -117,6 +140,12 @@ class MoESpec:
     renormalize: bool = True
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "intermediate_size"):
+            _positive(name, getattr(self, name))
+        if self.top_k > self.num_experts:
+            raise ValueError(f"{self.top_k} experts per token of only {self.num_experts}")
 
 
 FFNSpec = MLPSpec | MoESpec
@@ -198,6 +227,11 @@ class CacheGroup:
 
     spec: CacheSpec
     layers: tuple[int, ...]
+
+
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}, not a positive integer")
 
 
 def itemsize(dtype: str) -> int:

@@ -27,7 +27,12 @@ class HFTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds to a prompt."""
-        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+        try:
+            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+        except TypeError as error:  # what the tokenizers library raises for lone surrogates
+            raise InvalidRequest(
+                f"the text {ascii(text[:40])} is not valid Unicode; remove its lone surrogates"
+            ) from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; incomplete characters become U+FFFD."""

@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hybrid_jax.errors import HybridJaxError
+
 if TYPE_CHECKING:
     from hybrid_jax import LLM, SamplingParams
 
@@ -72,6 +74,8 @@ def generate(
         else:
             outputs = llm.generate(prompts, params, use_tqdm=False)
         for output in outputs:
+            if output.outputs[0].error is not None:
+                raise output.outputs[0].error
             prefix = "" if chat else output.prompt or ""
             typer.echo(prefix + output.outputs[0].text)
 
@@ -153,8 +157,7 @@ def main() -> None:
     """Entry point of the console script."""
     try:
         app()
-    except (ValueError, OSError) as error:
-        # The library raises these (InvalidRequest and ModelError are ValueErrors) for what the
-        # user can mend; anything else is our bug and keeps its traceback.
+    except (HybridJaxError, ValueError, OSError) as error:
+        # What the library raises on purpose; anything else is our bug and keeps its traceback.
         typer.echo(f"hybrid-jax: {error}", err=True)
         raise SystemExit(2) from None

@@ -90,6 +90,17 @@ class StopStrings:
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown, None
 
+    def skip(self, text: str) -> str:
+        """The text that can be shown now, while stop strings that are complete do not count yet."""
+        self._held += text
+        shown = ""
+        while found := [at + len(s) for s in self._stops if (at := self._held.find(s)) >= 0]:
+            end = min(found)
+            shown, self._held = shown + self._held[:end], self._held[end:]
+        cut = len(self._held) - (self._longest_start() if self._stops else 0)
+        shown, self._held = shown + self._held[:cut], self._held[cut:]
+        return shown
+
     def flush(self) -> str:
         """The text still held back, now that no more follows."""
         shown, self._held = self._held, ""
@@ -119,7 +130,7 @@ class TextStream:
         """
         text = self._detokenizer.push(token_id)
         if not may_stop:
-            return self._stops.flush() + text, None
+            return self._stops.skip(text), None
         return self._stops.push(text) if text else ("", None)
 
     def flush(self) -> str:

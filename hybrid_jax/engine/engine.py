@@ -264,7 +264,9 @@ class Engine:
 
     def _set_row(self, sequence: Sequence) -> None:
         params = sequence.request.params
-        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._stop_ids)}
+        stop_ids: set[int] = set()
+        if params.min_tokens:  # otherwise nothing is ever barred
+            stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._stop_ids)}
         self._sampling.set_row(
             sequence.row, params, sequence.seed, sequence.num_prompt_tokens, stop_ids=stop_ids
         )

@@ -114,6 +114,10 @@ def load_model(
     graph, shapes, _ = abstract_params(config, DTYPES[name])
 
     def put(target: str, array: np.ndarray) -> jax.Array:
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ModelError(
+                f"{target} is made of {array.dtype} weights; only floats are supported"
+            )
         cast = np.asarray(array).astype(shapes[target].dtype, copy=False)
         return jax.device_put(cast, shardings[target] if shardings else None)
 

@@ -1,6 +1,7 @@
 """Hugging Face directories: config.json and memory-mapped safetensors, sharded or not."""
 
 import json
+import math
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,14 @@ class SafetensorsFile:
             raise ModelError(f"{str(path)!r} is missing; download the checkpoint again") from error
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ModelError(_truncated(path, str(error))) from error
-        header.pop("__metadata__", None)
+        try:
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                _check_entry(name, entry)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ModelError(_truncated(path, f"bad header: {error}")) from error
         self.entries = header
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if 8 + length + end > size:
             raise ModelError(_truncated(path, f"{8 + length + end} bytes expected, {size} found"))
         self._data = np.memmap(path, np.uint8, mode="r", offset=8 + length) if end else None
@@ -89,16 +95,23 @@ class HFSource:
         self._config = read_json(path / "config.json")
         index = path / "model.safetensors.index.json"
         if index.exists():
-            files = sorted(set(read_json(index).get("weight_map", {}).values()))
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ModelError(f"{str(index)!r} has no weight_map; download it again")
+            files = sorted({str(file) for file in weight_map.values()})
         else:
             files = sorted(file.name for file in path.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{str(path)!r} has no *.safetensors; convert the checkpoint to them")
-        self._where = {
-            name: file
-            for file in (SafetensorsFile(path / f) for f in files)
-            for name in file.entries
-        }
+        self._where: dict[str, SafetensorsFile] = {}
+        for file in files:
+            shard = SafetensorsFile(path / file)
+            twice = sorted(self._where.keys() & shard.entries.keys())
+            if twice:
+                raise ModelError(
+                    f"tensor {twice[0]!r} is in {file} and in another file; remove one"
+                )
+            self._where |= dict.fromkeys(shard.entries, shard)
 
     def config(self) -> dict[str, Any]:
         """The contents of config.json."""
@@ -111,6 +124,14 @@ class HFSource:
     def get(self, name: str) -> np.ndarray:
         """A view into the memory map."""
         return self._where[name].get(name)
+
+
+def _check_entry(name: str, entry: dict[str, Any]) -> None:
+    start, stop = entry["data_offsets"]
+    if entry["dtype"] in DTYPES:
+        size = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
+        if stop - start != size:
+            raise ValueError(f"{name} has {stop - start} bytes for {size}")
 
 
 def _truncated(path: Path, detail: str) -> str:

@@ -39,12 +39,18 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ModelError: unsupported model_type, a missing field or a contradictory layer list.
     """
-    text = text_config(config)
-    module = family(text.get("model_type"))
     try:
+        text = text_config(config)
+        module = family(text.get("model_type"))
         return module.config_from_hf(text)
+    except ModelError:
+        raise
     except KeyError as error:
         raise ModelError(f"config.json has no {error.args[0]!r}; add it") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelError(
+            f"config.json has a value that does not fit: {error}; correct it"
+        ) from error
 
 
 def params_from_hub(config: ModelConfig, tensors: Mapping[str, jax.Array]) -> Params:

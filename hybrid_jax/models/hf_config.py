@@ -20,6 +20,8 @@ ACTIVATIONS: dict[str, Activation] = {
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's part of a config: multimodal checkpoints nest it in `text_config`."""
     text = dict(config.get("text_config") or config)
+    if not isinstance(text.get("model_type"), str | None):
+        raise ModelError(f"model_type {text['model_type']!r} of config.json is not a string")
     for key in ("eos_token_id", "tie_word_embeddings"):
         if text.get(key) is None and config.get(key) is not None:
             text[key] = config[key]
@@ -141,7 +143,10 @@ def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
     """An `eos_token_id` of config.json, which may be a number, a list or nothing, as a tuple."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    ids = (value,) if isinstance(value, int) else value
+    if not isinstance(ids, list | tuple) or not all(isinstance(i, int) for i in ids):
+        raise ModelError(f"eos_token_id {value!r} is no token id or list of them; correct it")
+    return tuple(ids)
 
 
 def common(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from hybrid_jax.runtime.vocabulary import (
 )
 from hybrid_jax.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
-_MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # the request's and the model's
+_MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 64  # the request's and the model's
 _INT32_MAX = 2**31 - 1
 
 
@@ -63,6 +63,7 @@ class Sampled(NamedTuple):
     logprob: jax.Array  # f32[S] of the sampled token; 0 when no row asked
     top_ids: jax.Array  # i32[S, K] most likely first; -1 where the vocabulary has fewer
     top_logprobs: jax.Array  # f32[S, K]
+    finite: jax.Array  # bool[S] no NaN or Inf in the logits, and something left after adjustments
 
 
 @jax.tree_util.register_dataclass
@@ -248,10 +249,14 @@ def sample(
     logits = logits.astype(jnp.float32)
     rows = jax.tree.map(lambda array: array[row_ids], table)
 
-    def choose(logits: jax.Array, rows: SamplingTable, context: LogitsContext) -> jax.Array:
-        return _choose(_adjust(logits, rows, context, processors), rows, context.seq_lens)
+    def choose(
+        logits: jax.Array, rows: SamplingTable, context: LogitsContext
+    ) -> tuple[jax.Array, jax.Array]:
+        adjusted = _adjust(logits, rows, context, processors)
+        usable = ~jnp.isnan(adjusted).any(axis=1) & (adjusted.max(axis=1) > -jnp.inf)
+        return _choose(adjusted, rows, context.seq_lens), usable
 
-    def chosen() -> jax.Array:
+    def chosen() -> tuple[jax.Array, jax.Array]:
         context = LogitsContext(history[row_ids], seq_lens, rows.prompt_len)
         return _in_groups(choose, (logits, rows, context), group)
 
@@ -259,13 +264,22 @@ def sample(
         return _logprobs(logits, tokens, max_logprobs)
 
     plain = (rows.temperature <= 0.0) & ~_adjusted(rows, seq_lens)
-    tokens = lax.cond(jnp.all(plain), lambda: argmax(logits), chosen)
+    always = jnp.ones(logits.shape[0], jnp.bool_)
+    tokens, usable = lax.cond(jnp.all(plain), lambda: (argmax(logits), always), chosen)
     logprob, top_ids, top_logprobs = lax.cond(
         jnp.any(rows.num_logprobs >= 0),
         lambda: _in_groups(report, (logits, tokens), group),
         lambda: _no_logprobs(logits.shape[0], max_logprobs),
     )
-    return Sampled(tokens, logprob, top_ids, top_logprobs)
+    return Sampled(tokens, logprob, top_ids, top_logprobs, _finite(logits) & usable)
+
+
+def _finite(logits: jax.Array) -> jax.Array:
+    """bool[S]: no NaN or Inf in f32[S, V]. Sums down columns first, which XLA:CPU vectorises."""
+    rows, width = logits.shape
+    even = width - width % BLOCK
+    total = logits[:, :even].reshape(rows, even // BLOCK, BLOCK).sum(axis=1).sum(axis=1)
+    return jnp.isfinite(total + logits[:, even:].sum(axis=1))
 
 
 def _in_groups(function: Callable[..., Any], arguments: tuple[Any, ...], group: int | None) -> Any:

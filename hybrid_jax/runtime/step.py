@@ -158,8 +158,7 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
             logprob=sampled.logprob,
             top_ids=sampled.top_ids,
             top_logprobs=sampled.top_logprobs,
-            # Logits are a linear map of finite weights: they are finite when `last` is.
-            finite=jnp.all(jnp.isfinite(last), axis=-1),
+            finite=sampled.finite & jnp.all(jnp.isfinite(last), axis=-1),
             owner_ok=owner_ok,
         )
         last_token = carry.last_token.at[batch.row_ids].set(sampled.tokens)

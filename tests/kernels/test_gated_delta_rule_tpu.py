@@ -132,6 +132,7 @@ def test_decode_rows_may_read_one_slot() -> None:
     check(GROUPED, Rows(decode=(5, 0, 5), pad_rows=1), shared=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", PREFILL)
 @pytest.mark.parametrize("case", BREADTH, ids=lambda case: case.name)
 def test_prefill(case: Case, batch: str) -> None:
@@ -144,15 +145,18 @@ def test_prefill_of_model_shapes(case: Case) -> None:
     check(case, Rows(decode=(0, 9), prefill=((0, 5), (3, 70)), pad_rows=1))
 
 
+@pytest.mark.slow
 def test_prefill_in_two_blocks_of_heads() -> None:
     assert mosaic_tpu.prefill_heads(HEADS, 4, mosaic_tpu.CHIPS["TPU v5"]) == 2
     check(GROUPED, PREFILL["mixed"], target=TWO_CORES)
 
 
+@pytest.mark.slow
 def test_prefill_rows_may_read_one_slot() -> None:
     check(GROUPED, PREFILL["fresh_between"], shared=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "max_beta", "bound"),
     [

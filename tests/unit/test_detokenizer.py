@@ -206,7 +206,15 @@ def test_a_stop_string_split_over_tokens_ends_the_text() -> None:
 def test_stop_strings_are_plain_text_before_the_minimum() -> None:
     stream = TextStream(detokenizer(), StopStrings(["ab"], include=False))
     a, b = BYTE_LEVEL.encode("a")[0], BYTE_LEVEL.encode("b")[0]
-    assert stream.push(a, may_stop=False) == ("a", None)
-    assert stream.push(b, may_stop=False) == ("b", None)
+    assert stream.push(a, may_stop=False) == ("", None)  # it may be complete after the minimum
+    assert stream.push(b, may_stop=False) == ("ab", None)
     assert stream.push(a) == ("", None)
+    assert stream.push(b) == ("", "ab")
+
+
+def test_a_stop_string_that_begins_before_the_minimum_is_found() -> None:
+    stream = TextStream(detokenizer(), StopStrings(["ab"], include=False))
+    a, b = BYTE_LEVEL.encode("a")[0], BYTE_LEVEL.encode("b")[0]
+    assert stream.push(b, may_stop=False) == ("b", None)
+    assert stream.push(a, may_stop=False) == ("", None)
     assert stream.push(b) == ("", "ab")
