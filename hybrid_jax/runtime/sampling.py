@@ -21,6 +21,7 @@ E stop tokens, A blocks, K reported log probabilities.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from jax import lax
 from hybrid_jax.runtime.vocabulary import (
     BLOCK,
     CANDIDATE_BLOCK,
+    all_finite,
     argmax,
     blocks_of,
     cutoff,
@@ -249,16 +251,9 @@ def sample(
     logits = logits.astype(jnp.float32)
     rows = jax.tree.map(lambda array: array[row_ids], table)
 
-    def choose(
-        logits: jax.Array, rows: SamplingTable, context: LogitsContext
-    ) -> tuple[jax.Array, jax.Array]:
-        adjusted = _adjust(logits, rows, context, processors)
-        usable = ~jnp.isnan(adjusted).any(axis=1) & (adjusted.max(axis=1) > -jnp.inf)
-        return _choose(adjusted, rows, context.seq_lens), usable
-
     def chosen() -> tuple[jax.Array, jax.Array]:
         context = LogitsContext(history[row_ids], seq_lens, rows.prompt_len)
-        return _in_groups(choose, (logits, rows, context), group)
+        return _in_groups(partial(_adjust_and_choose, processors), (logits, rows, context), group)
 
     def report(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return _logprobs(logits, tokens, max_logprobs)
@@ -271,15 +266,19 @@ def sample(
         lambda: _in_groups(report, (logits, tokens), group),
         lambda: _no_logprobs(logits.shape[0], max_logprobs),
     )
-    return Sampled(tokens, logprob, top_ids, top_logprobs, _finite(logits) & usable)
+    return Sampled(tokens, logprob, top_ids, top_logprobs, all_finite(logits) & usable)
 
 
-def _finite(logits: jax.Array) -> jax.Array:
-    """bool[S]: no NaN or Inf in f32[S, V]. Sums down columns first, which XLA:CPU vectorises."""
-    rows, width = logits.shape
-    even = width - width % BLOCK
-    total = logits[:, :even].reshape(rows, even // BLOCK, BLOCK).sum(axis=1).sum(axis=1)
-    return jnp.isfinite(total + logits[:, even:].sum(axis=1))
+def _adjust_and_choose(
+    processors: tuple[LogitsProcessor, ...],
+    logits: jax.Array,
+    rows: SamplingTable,
+    context: LogitsContext,
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens i32[S], and bool[S] whether the adjustments left something to choose."""
+    adjusted = _adjust(logits, rows, context, processors)
+    usable = ~jnp.isnan(adjusted).any(axis=1) & (adjusted.max(axis=1) > -jnp.inf)
+    return _choose(adjusted, rows, context.seq_lens), usable
 
 
 def _in_groups(function: Callable[..., Any], arguments: tuple[Any, ...], group: int | None) -> Any:

@@ -484,29 +484,3 @@ def test_processors_must_fit_the_table() -> None:
             max_logprobs=0,
             processors=PROCESSORS,
         )
-
-
-def spoil(logits: jax.Array, context: LogitsContext) -> jax.Array:
-    return logits * jnp.nan
-
-
-def ban_all(logits: jax.Array, context: LogitsContext) -> jax.Array:
-    return jnp.full_like(logits, -jnp.inf)
-
-
-@pytest.mark.parametrize("processor", [spoil, ban_all])
-def test_rows_without_a_usable_token_are_marked(processor: Any) -> None:
-    rows = SamplingRows(4, processors=("bad",))
-    rows.set_row(2, SamplingParams(temperature=1.0, logits_processors=("bad",)), 0, 1)
-    logits = jnp.asarray(random_logits(4, 700)).at[3, 650].set(jnp.nan)
-    lens, history = jnp.ones(4, jnp.int32), jnp.zeros((5, 8), jnp.int32)
-
-    def finite(row_ids: list[int]) -> list[bool]:
-        ids = jnp.array(row_ids, jnp.int32)
-        sampled = sample(
-            logits, rows.device(), ids, lens, history, max_logprobs=2, processors=(processor,)
-        )
-        return sampled.finite.tolist()
-
-    assert finite([1, 3, 3, 4]) == [True, True, True, False]
-    assert finite([1, 2, 3, 4]) == [True, False, True, False]
