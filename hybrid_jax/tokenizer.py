@@ -1,5 +1,6 @@
 """Text to token ids and back, and chat templates, through Hugging Face tokenizers."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
     path = Path(path)
     if not any((path / name).is_file() for name in _FILES):
         return None
+    # It would advise to install PyTorch, which tokenizers do not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer  # seconds to import; models without one need it not
 
     try:
