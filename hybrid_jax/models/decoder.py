@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from hybrid_jax.cache.arrays import LayerCache, StateSlots
@@ -167,14 +166,6 @@ def bind(graph: Any, params: Params) -> Decoder:
         (tuple(int(k) if k.isdigit() else k for k in p.split(".")), v) for p, v in params.items()
     ]
     return nnx.merge(graph, nnx.from_flat_state(sorted(keys, key=lambda item: _sort_key(item[0]))))
-
-
-def random_params(config: ModelConfig, dtype: jax.typing.DTypeLike, seed: int = 0) -> Params:
-    """Parameters with random values of a sane scale, for tests and benchmarks."""
-    _, shapes, _ = abstract_params(config, dtype)
-    rng = np.random.default_rng(seed)
-    draw = lambda s: jnp.asarray(rng.normal(0, 0.02, s.shape), s.dtype)  # noqa: E731
-    return {path: draw(shape) for path, shape in shapes.items()}
 
 
 def _path(path: tuple[Any, ...]) -> str:

@@ -97,11 +97,6 @@ class Layout(NamedTuple):
             return CHUNK_ROWS if self.page_rows % CHUNK_ROWS == 0 else self.page_rows
         return self.page_rows * min(self.pages_per_chunk, self.block)
 
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a block."""
-        return self.block * self.page_size
-
 
 def _power_of_two(n: int) -> int:
     """The highest that is not above n."""

@@ -10,7 +10,7 @@ import pytest
 from hybrid_jax import LLM, SamplingParams, load_model
 from hybrid_jax.bundled import bundled_model
 from hybrid_jax.generate import dense_logits
-from tests.helpers.recall import make_prompt
+from training.recall import make_prompt
 
 PROMPTS = 48
 # What its README reports, less three standard deviations of a sample of PROMPTS.
