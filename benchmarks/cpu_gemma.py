@@ -163,6 +163,8 @@ def measure(worker: Worker, batch: int, turn: int, args: argparse.Namespace) -> 
     prompts = make_prompts(batch, args.prompt_tokens, f"{args.seed}/{batch}/{turn}")
     if turn >= 0:
         wait_quiet(worker.process.pid, args)
+    # Idle virtual cores wake slowly, and an engine under load does not idle: wake them first.
+    worker.ask(make_prompts(batch, args.prompt_tokens, f"{args.seed}/{batch}/{turn}/wake"), 2)
     load = Load(worker.process.pid)
     answer = worker.ask(prompts, args.new_tokens)
     others = load.others()

@@ -4,8 +4,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import jax
-
 from hybrid_jax.specs import LayerSpec, NormSpec
 
 
@@ -71,16 +69,13 @@ class EngineConfig:
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
 
-    def resolve(self, model: ModelConfig, *, platform: str | None = None) -> "EngineConfig":
-        """A copy with max_model_len and the buckets filled in for `model` on `platform`.
+    def resolve(self, model: ModelConfig) -> "EngineConfig":
+        """A copy with max_model_len and the buckets filled in for `model`.
 
         Raises ValueError when a given value contradicts the model or another value.
         """
-        platform = platform or jax.default_backend()
         max_len = self.max_model_len or min(model.max_position, 8192)
-        # XLA:CPU runs one-row bfloat16 products on one thread, two-row products on all: pad to two.
-        smallest = 2 if platform == "cpu" else 1
-        rows = self.row_buckets or _geometric(smallest, max(self.max_num_seqs, smallest), 2)
+        rows = self.row_buckets or _geometric(1, self.max_num_seqs, 2)
         budget = max(self.max_num_batched_tokens, rows[-1])
         tokens = self.token_buckets or _geometric(min(32, budget), budget, 4)
         if list(rows) != sorted(set(rows)) or rows[-1] < self.max_num_seqs:

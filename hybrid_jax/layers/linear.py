@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.platform import current
 from pallas_kernels.storage import decode, encode, storage_dtype
 
 Axes = Sequence[str | None]
@@ -27,6 +28,9 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     streams them fastest so. Asking for a float32 result matters: with a bfloat16 result XLA:CPU
     upcasts the whole weight first.
     """
+    if x.shape[0] == 1 and x.dtype == jnp.bfloat16 and current().platform == "cpu":
+        # XLA:CPU runs one-row bfloat16 products on one thread, and two-row products on all.
+        return matmul(jnp.concatenate([x, jnp.zeros_like(x)]), weight)[:1]
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract, preferred_element_type=jnp.float32)
 

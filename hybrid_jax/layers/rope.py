@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hybrid_jax.specs import RopeSpec
+from pallas_kernels.platform import current
 
 
 def inverse_frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
@@ -52,8 +53,17 @@ def _yarn(freq: np.ndarray, spec: RopeSpec) -> np.ndarray:
 def cos_sin(positions: jax.Array, spec: RopeSpec) -> tuple[jax.Array, jax.Array]:
     """positions i32[T] -> cos and sin, each float32[T, dim / 2]."""
     freq, factor = inverse_frequencies(spec)
-    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq)[None, :]
-    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+    def compute() -> tuple[jax.Array, jax.Array]:
+        angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq)[None, :]
+        return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+    if current().platform != "cpu":
+        return compute()
+    # XLA:CPU would fuse cos and sin into their users and compute them again in every layer for
+    # every head. It drops optimization barriers, but not a branch that it cannot decide.
+    nothing = jnp.zeros((positions.shape[0], freq.size), jnp.float32)
+    return jax.lax.cond(positions[0] >= 0, compute, lambda: (nothing, nothing))
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
