@@ -1,9 +1,22 @@
 """The two configurations: what the model is, and how the engine runs it."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any, Literal
 
+from hybrid_jax.fields import (
+    INT32_MAX,
+    Check,
+    boolean,
+    choice,
+    integer,
+    normalise,
+    number,
+    shown,
+    tuple_of,
+)
 from hybrid_jax.specs import LayerSpec, NormSpec
 
 
@@ -58,34 +71,49 @@ class EngineConfig:
     max_logprobs: int = 20
     max_logit_bias: int = 300
     seed: int = 0
+    # op -> implementation that must run it, e.g. {"paged_attention": "reference"}; others: chosen
+    implementations: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "tensor_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_model_len", "num_pages", "cache_bytes", "max_queue", "max_logprobs"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if not 0.0 < self.memory_utilization <= 1.0:
-            raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
+        """Normalises every field or raises ValueError with its name, its value and the remedy."""
+        normalise(self, _CHECKS)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "EngineConfig":
+        """A config from options by name, such as a user's keyword arguments.
+
+        Raises:
+            ValueError: a name is unknown or a value out of range.
+        """
+        for name in options:
+            if name not in _CHECKS:
+                close = ", ".join(get_close_matches(name, _CHECKS) or _CHECKS)
+                raise ValueError(f"there is no engine option {name!r}; did you mean {close}?")
+        return cls(**options)
 
     def resolve(self, model: ModelConfig) -> "EngineConfig":
         """A copy with max_model_len and the buckets filled in for `model`.
 
         Raises ValueError when a given value contradicts the model or another value.
         """
+        if self.max_model_len > model.max_position:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} is more than the model's positions; use at "
+                f"most {model.max_position}"
+            )
         max_len = self.max_model_len or min(model.max_position, 8192)
         rows = self.row_buckets or _geometric(1, self.max_num_seqs, 2)
         budget = max(self.max_num_batched_tokens, rows[-1])
         tokens = self.token_buckets or _geometric(min(32, budget), budget, 4)
         if list(rows) != sorted(set(rows)) or rows[-1] < self.max_num_seqs:
             raise ValueError(
-                f"row_buckets {rows} must ascend and end at max_num_seqs {self.max_num_seqs} "
-                "or more"
+                f"row_buckets must ascend and end at max_num_seqs {self.max_num_seqs} or more, got "
+                f"{shown(rows)}; correct them or leave them out"
             )
         if list(tokens) != sorted(set(tokens)) or tokens[-1] < budget:
             raise ValueError(
-                f"token_buckets {tokens} must ascend and end at the token budget {budget} or more"
+                f"token_buckets must ascend and end at the token budget {budget} or more, got "
+                f"{shown(tokens)}; correct them or leave them out"
             )
         return replace(
             self,
@@ -96,9 +124,47 @@ class EngineConfig:
         )
 
 
+def _implementations(name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping) or not all(
+        isinstance(word, str) for pair in value.items() for word in pair
+    ):
+        raise ValueError(
+            f"{name} must map ops to implementations, got {shown(value)}; use for example "
+            '{"paged_attention": "reference"}'
+        )
+    return dict(value)
+
+
 def _geometric(first: int, last: int, ratio: int) -> tuple[int, ...]:
     values = []
     while first < last:
         values.append(first)
         first *= ratio
     return (*values, last)
+
+
+_CHOSEN = "use 0 to have it chosen"
+_buckets = tuple_of(integer(1, 1_048_576, "list sizes from small to large"), most=1024)
+_CHECKS: dict[str, Check] = {
+    "max_num_seqs": integer(1, 65_536, "the default is 16"),
+    # One token of a prompt and one of the output is the least a request can have.
+    "max_model_len": integer(2, INT32_MAX, _CHOSEN, or_zero=True),
+    "max_num_batched_tokens": integer(1, 1_048_576, "the default is 512"),
+    "page_size": integer(1, 65_536, "the default is 16"),
+    "num_pages": integer(2, INT32_MAX, _CHOSEN, or_zero=True),  # page 0 is the null page
+    "cache_bytes": integer(1, 2**63 - 1, _CHOSEN, or_zero=True),
+    "memory_utilization": number(0.0, 1.0, "the default is 0.9", above=True),
+    "max_queue": integer(0, INT32_MAX, "use 0 for no bound"),
+    "kv_dtype": choice(("auto", "float32", "bfloat16")),
+    "row_buckets": _buckets,
+    "token_buckets": _buckets,
+    "enforce_eager": boolean,
+    "run_ahead": boolean,
+    "warmup": boolean,
+    "compilation_cache": boolean,
+    "tensor_parallel_size": integer(1, 65_536, "use 1 for one device"),
+    "max_logprobs": integer(0, 65_536, "the default is 20"),
+    "max_logit_bias": integer(0, 65_536, "the default is 300"),
+    "seed": integer(-(2**63), 2**64 - 1, "use a 64-bit integer"),
+    "implementations": _implementations,
+}

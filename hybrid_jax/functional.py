@@ -67,7 +67,14 @@ def make_step(
     """
     layout = compiled.ParameterLayout.of(model.params)
     leaves = layout.pack(model.params)
-    spec = compiled.StepSpec(model.graph, layout, plan.groups, config.max_logprobs, processors)
+    spec = compiled.StepSpec(
+        model.graph,
+        layout,
+        plan.groups,
+        config.max_logprobs,
+        processors,
+        implementations=config.implementations,
+    )
     jitted = compiled.jit_step(
         compiled.make_step(spec), None, eager=config.enforce_eager, sharded=False
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hybrid_jax.cache.plan import CacheLine, describe, model_groups
 from hybrid_jax.config import EngineConfig, ModelConfig
+from hybrid_jax.fields import choice
 from hybrid_jax.loading import DTYPES, load_config, verify_layer_map
 from hybrid_jax.models.decoder import abstract_params
 from hybrid_jax.specs import AttentionSpec, LayerSpec, MoESpec
@@ -36,8 +37,7 @@ def inspect_model(
         ModelError: the path is no supported model, or its layer map contradicts its tensors.
         ValueError: an unknown dtype.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported; choose {', '.join(DTYPES)}")
+    choice(DTYPES)("dtype", dtype)
     config, _ = load_config(path)
     verify_layer_map(path, config)
     engine = EngineConfig(max_model_len=max_model_len).resolve(config)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +15,18 @@ from hybrid_jax.config import EngineConfig
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import EngineStats, FinishReason, Request, TokenEvent, TokenLogprob
 from hybrid_jax.errors import InvalidRequest, QueueFull
+from hybrid_jax.fields import shown
+from hybrid_jax.prompts import (
+    Messages,
+    TokenIds,
+    conversation_list,
+    params_list,
+    prompt_list,
+    token_ids,
+)
 from hybrid_jax.runtime.sampling import LogitsProcessor
 from hybrid_jax.sampling_params import SamplingParams
 from hybrid_jax.tokenizer import HFTokenizer, load_tokenizer
-
-TokenIds = list[int]
-Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass
@@ -85,8 +91,13 @@ class LLM:
 
         Raises:
             ModelError: it is no model this library can run.
-            ValueError: an engine option is out of range.
+            ValueError: an option is unknown or out of range, or a logits processor cannot run.
         """
+        if not isinstance(tokenizer, HFTokenizer | None):
+            raise ValueError(
+                f"tokenizer must be an HFTokenizer, got {shown(tokenizer)}; make one with "
+                "hybrid_jax.tokenizer.load_tokenizer(directory)"
+            )
         engine, found = connect(
             model, dtype=dtype, logits_processors=logits_processors, engine_options=engine_options
         )
@@ -124,7 +135,7 @@ class LLM:
         Raises:
             InvalidRequest: a prompt can never be served; none was started.
         """
-        return self._run(self._requests(_split(prompts), sampling_params), progress=use_tqdm)
+        return self._run(self._requests(prompt_list(prompts), sampling_params), progress=use_tqdm)
 
     def stream(
         self, prompt: str | TokenIds, sampling_params: SamplingParams | None = None
@@ -150,10 +161,7 @@ class LLM:
         Raises:
             InvalidRequest: there is no tokenizer or chat template, or as `generate` does.
         """
-        if not messages:
-            raise InvalidRequest("the conversation is empty; give at least one message")
-        single = isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
+        conversations = conversation_list(messages)
         tokenizer = self._require_tokenizer("a conversation")
         prompts = [tokenizer.encode_chat(c, **template_args) for c in conversations]
         requests = self._requests([ids for _, ids in prompts], sampling_params)
@@ -188,7 +196,11 @@ class LLM:
         unsent = deque(requests)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         bar = Progress(
-            *columns, TimeElapsedColumn(), console=Console(stderr=True), disable=not progress
+            *columns,
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            disable=not progress,
+            transient=True,
         )
         try:
             with bar:
@@ -203,6 +215,7 @@ class LLM:
                             if event.final:
                                 open_ids.remove(request_id)
                                 bar.advance(task)
+                bar.live.transient = False  # only a bar that got to its end stays on the screen
         finally:
             self._abandon(outputs)
         return list(outputs.values())
@@ -252,14 +265,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
         """Validated requests; the engine has not seen them."""
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise InvalidRequest(
-                f"{len(params)} sampling params for {len(prompts)} prompts; give one, or one each"
-            )
         requests = []
-        for prompt, chosen in zip(prompts, params, strict=True):
+        for prompt, chosen in zip(prompts, params_list(params, len(prompts)), strict=True):
             text = prompt if isinstance(prompt, str) else None
             request = Request(f"llm-{next(self._ids)}", self._encode(prompt), chosen, text)
             self._engine.validate(request)
@@ -267,18 +274,11 @@ class LLM:
         return requests
 
     def _encode(self, prompt: str | TokenIds) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidRequest("the prompt is empty; give at least one character")
-            return tuple(self._require_tokenizer("a text prompt").encode(prompt))
-        try:
-            if isinstance(prompt, bytes | bytearray | Mapping):
-                raise TypeError
-            return tuple(int(token.__index__()) for token in prompt)
-        except (AttributeError, TypeError):
-            raise InvalidRequest(
-                "a prompt is a string or a list of integers; got something else in the list"
-            ) from None
+        if not isinstance(prompt, str):
+            return token_ids(prompt)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; give at least one character")
+        return tuple(self._require_tokenizer("a text prompt").encode(prompt))
 
     def _require_tokenizer(self, what: str) -> HFTokenizer:
         if self.tokenizer is None:
@@ -286,21 +286,6 @@ class LLM:
                 f"{what} needs a tokenizer and this model has none; pass token ids or tokenizer="
             )
         return self.tokenizer
-
-
-def _split(prompts: Any) -> list[str | TokenIds]:
-    """The prompts as a list: a string or a list of integers is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, bytes | bytearray | Mapping | Set) or not isinstance(prompts, Iterable):
-        raise InvalidRequest(
-            f"prompts are {type(prompts).__name__}; give a string, a list of token ids, or a list "
-            "of these"
-        )
-    prompts = list(prompts)
-    if prompts and hasattr(prompts[0], "__index__"):
-        return [prompts]
-    return prompts
 
 
 def _empty_output(request: Request) -> RequestOutput:
@@ -325,7 +310,7 @@ def connect(
     """Loads a model and builds its runner, engine and tokenizer."""
     from hybrid_jax.runtime.runner import Runner, open_model
 
-    config = EngineConfig(**engine_options)
+    config = EngineConfig.of(engine_options)
     loaded = open_model(model, dtype=dtype, config=config)
     runner = Runner(loaded, config, processors=logits_processors)
     tokenizer = find_tokenizer(loaded.source)

@@ -77,8 +77,11 @@ class AttentionSpec:
             )
         if self.window is not None:
             _positive("sliding_window", self.window)
-        if self.rope is not None and not 0 < self.rope.dim <= self.head_dim:
-            raise ValueError(f"rope over {self.rope.dim} channels of a head of {self.head_dim}")
+        if self.rope is not None and (self.rope.dim % 2 or not 0 < self.rope.dim <= self.head_dim):
+            raise ValueError(
+                f"rope over {self.rope.dim} channels of a head of {self.head_dim}, not an even "
+                "number of them"
+            )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ REFERENCE = "reference"
 logger = logging.getLogger(__name__)
 
 _partitioned: ContextVar[bool] = ContextVar("partitioned", default=False)
+_forced: ContextVar[Mapping[str, str]] = ContextVar("forced", default=MappingProxyType({}))
 
 
 class ArrayFacts(NamedTuple):
@@ -157,6 +158,27 @@ def partitioned(active: bool) -> Iterator[None]:
         yield
     finally:
         _partitioned.reset(token)
+
+
+@contextmanager
+def forcing(choices: Mapping[str, str]) -> Iterator[None]:
+    """Forces, while tracing, the implementation of the ops that `choices` names.
+
+    Raises:
+        ValueError: an op is unknown.
+    """
+    for op in choices:
+        implementations(op)
+    token = _forced.set(choices)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def forced(op: str) -> str | None:
+    """The implementation that `forcing` demands for `op`, if any."""
+    return _forced.get().get(op)
 
 
 _registry = Registry()

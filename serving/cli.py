@@ -3,7 +3,7 @@
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -14,9 +14,11 @@ from hybrid_jax.errors import HybridJaxError
 if TYPE_CHECKING:
     from hybrid_jax import LLM, SamplingParams
 
+# Typer has a copy of click, or in older versions click itself: this is the class in either.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Inference for hybrid-attention language models in JAX.",
 )
@@ -29,11 +31,15 @@ ModelOption = Annotated[
 ]
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     verbose: Annotated[bool, typer.Option(help="Log what the library does.")] = False,
 ) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        context.exit(2)
 
 
 @app.command()
@@ -50,6 +56,10 @@ def generate(
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices to cut the model over.")] = 1,
     chat: Annotated[bool, typer.Option(help="Wrap each prompt in the chat template.")] = False,
     enforce_eager: Annotated[bool, typer.Option(help="Run the step unjitted, to debug.")] = False,
+    implementation: Annotated[
+        list[str] | None,
+        typer.Option(help="op=name: what must run an op, such as paged_attention=reference."),
+    ] = None,
 ) -> None:
     """Continue text. One prompt streams; several print in order when all are done."""
     from hybrid_jax import LLM, SamplingParams
@@ -62,6 +72,7 @@ def generate(
         "max_model_len": max_model_len,
         "tensor_parallel_size": tensor_parallel_size,
         "enforce_eager": enforce_eager,
+        "implementations": _implementations(implementation or []),
         "max_num_seqs": min(len(prompts), 16),
     }
     with LLM(model or bundled_model(), dtype=dtype, **options) as llm:
@@ -78,6 +89,17 @@ def generate(
                 raise output.outputs[0].error
             prefix = "" if chat else output.prompt or ""
             typer.echo(prefix + output.outputs[0].text)
+
+
+def _implementations(choices: list[str]) -> dict[str, str]:
+    pairs = [choice.partition("=") for choice in choices]
+    for choice, (op, _, name) in zip(choices, pairs, strict=True):
+        if not op or not name:
+            raise ValueError(
+                f"--implementation must be op=name, got {choice!r}; use for example "
+                "paged_attention=reference"
+            )
+    return {op: name for op, _, name in pairs}
 
 
 def _stream(llm: "LLM", prompt: str, params: "SamplingParams") -> None:
@@ -156,8 +178,16 @@ def _bytes(count: int) -> str:
 def main() -> None:
     """Entry point of the console script."""
     try:
-        app()
+        raise SystemExit(app(standalone_mode=False))
+    except _UsageError as error:  # an option or command that does not exist, and the like
+        _fail(f"{error.format_message().rstrip('.')}; see hybrid-jax --help")
+    except typer.Abort:
+        raise SystemExit(130) from None
     except (HybridJaxError, ValueError, OSError) as error:
         # What the library raises on purpose; anything else is our bug and keeps its traceback.
-        typer.echo(f"hybrid-jax: {error}", err=True)
-        raise SystemExit(2) from None
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"hybrid-jax: {' '.join(message.split())}", err=True)
+    raise SystemExit(2) from None

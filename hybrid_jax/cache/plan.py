@@ -63,9 +63,11 @@ def window_table_width(window: int, max_num_batched_tokens: int, page_size: int)
 
 def table_width(spec: PagedSpec, config: EngineConfig) -> int:
     """M: columns of the page table of a group with this spec. `config` is resolved."""
+    whole = pages_for(config.max_model_len, config.page_size)  # never wraps; a window may be huge
     if isinstance(spec, WindowSpec):
-        return window_table_width(spec.window, config.max_num_batched_tokens, config.page_size)
-    return pages_for(config.max_model_len, config.page_size)
+        ring = window_table_width(spec.window, config.max_num_batched_tokens, config.page_size)
+        return min(ring, whole)
+    return whole
 
 
 def plan_caches(model: ModelConfig, config: EngineConfig, dtype: str) -> CachePlan:

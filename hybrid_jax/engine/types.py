@@ -278,6 +278,10 @@ class StepRunner(Protocol):
         """Launches one step and returns without waiting for its results."""
         ...
 
+    def trace(self, batches: "Iterable[StepBatch]") -> None:
+        """Raises ValueError if the step cannot be built for the bucket of a batch of padding."""
+        ...
+
     def warmup(self, batches: "Iterable[StepBatch]") -> None:
         """Compiles the step for the bucket of each batch; the batches hold padding only."""
         ...

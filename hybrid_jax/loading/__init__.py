@@ -1,5 +1,6 @@
 """From a path to a model in memory: Hugging Face directories, GGUF files and Orbax checkpoints."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,17 @@ import numpy as np
 
 from hybrid_jax.config import ModelConfig
 from hybrid_jax.errors import ModelError
+from hybrid_jax.fields import choice, shown
 from hybrid_jax.loading.hf import HFSource, read_json
 from hybrid_jax.loading.source import TensorSource
 from hybrid_jax.models import config_from_hf, family
 from hybrid_jax.models.decoder import Params, abstract_params
-from hybrid_jax.models.hf_config import text_config, token_ids
+from hybrid_jax.models.hf_config import text_config
+from hybrid_jax.models.hf_fields import checked
 from hybrid_jax.models.weights import apply_rules, check_layer_map
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+check_dtype = choice(("auto", *DTYPES))
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,17 @@ class LoadedModel:
     dtype: str
     source: Path
     stop_ids: tuple[int, ...]
+
+
+def model_path(path: str | Path) -> Path:
+    """The path to a model.
+
+    Raises:
+        ModelError: it is no path.
+    """
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise ModelError(f"the model is {shown(path)}; give a model directory or a .gguf file")
+    return Path(path)
 
 
 def open_source(path: Path) -> TensorSource:
@@ -56,7 +71,7 @@ def open_source(path: Path) -> TensorSource:
 
 def load_config(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
     """The `ModelConfig` of a directory or GGUF file, and the raw config, without any weights."""
-    path = Path(path)
+    path = model_path(path)
     raw = read_json(path / "config.json") if path.is_dir() else open_source(path).config()
     return config_from_hf(raw), raw
 
@@ -67,7 +82,7 @@ def verify_layer_map(path: str | Path, config: ModelConfig) -> None:
     Raises:
         ModelError: naming every layer whose kind contradicts its tensors.
     """
-    path = Path(path)
+    path = model_path(path)
     if path.is_file() or any(path.glob("*.safetensors")):
         check_layer_map(config, _original_names(config, open_source(path)))
 
@@ -96,7 +111,7 @@ def load_model(
     Raises:
         ModelError: anything about the checkpoint that does not fit, in one message.
     """
-    path = Path(path)
+    path = model_path(path)
     if (path / "orbax").is_dir():
         from hybrid_jax.loading import orbax
 
@@ -136,8 +151,9 @@ def resolve_dtype(dtype: str, raw: Mapping[str, Any], source: TensorSource) -> s
     """The dtype's name; `auto` takes config.json's, or else that of the embedding on disk.
 
     Raises:
-        ValueError: an unknown dtype.
+        ValueError: an unknown dtype. ModelError: the checkpoint's is none of ours.
     """
+    check_dtype("dtype", dtype)
     if dtype == "auto":
         text = text_config(raw)
         stated = text.get("dtype") or text.get("torch_dtype") or raw.get("dtype")
@@ -146,13 +162,14 @@ def resolve_dtype(dtype: str, raw: Mapping[str, Any], source: TensorSource) -> s
             embeddings = [name for name in source.names() if name.endswith("embed_tokens.weight")]
             dtype = str(source.get(embeddings[0]).dtype) if embeddings else "float32"
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported; choose auto, {', '.join(DTYPES)}")
+        raise ModelError(f"the weights are {dtype}; choose a dtype of {', '.join(DTYPES)}")
     return dtype
 
 
 def stop_ids(config: ModelConfig, path: Path) -> tuple[int, ...]:
     """EOS ids of the config and of generation_config.json (chat models often add one there)."""
-    extra: tuple[int, ...] = ()
+    extra: dict[str, Any] = {}
     if (path / "generation_config.json").is_file():
-        extra = token_ids(read_json(path / "generation_config.json").get("eos_token_id"))
-    return tuple(dict.fromkeys((*config.eos_token_ids, *extra)))
+        given = read_json(path / "generation_config.json").get("eos_token_id")
+        extra = checked({"eos_token_id": given}, "generation_config.json")
+    return tuple(dict.fromkeys((*config.eos_token_ids, *extra.get("eos_token_id", ()))))

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from hybrid_jax.errors import ModelError
+from hybrid_jax.fields import reason
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -39,9 +40,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"{str(path.parent)!r} is not a model directory: it has no {path.name}"
         ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
-            f"{str(path)!r} is not readable as JSON ({error}); copy it again"
+            f"{str(path)!r} is not readable as JSON ({reason(error)}); copy it again"
         ) from error
     if not isinstance(value, dict):
         raise ModelError(f"{str(path)!r} holds no JSON object; copy it again")
@@ -61,8 +62,10 @@ class SafetensorsFile:
                 header = json.loads(file.read(length))
         except FileNotFoundError as error:
             raise ModelError(f"{str(path)!r} is missing; download the checkpoint again") from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ModelError(_truncated(path, str(error))) from error
+        except ModelError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(_truncated(path, reason(error))) from error
         try:
             header.pop("__metadata__", None)
             for name, entry in header.items():

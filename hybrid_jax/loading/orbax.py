@@ -17,6 +17,7 @@ from hybrid_jax.errors import ModelError
 from hybrid_jax.loading import (
     DTYPES,
     LoadedModel,
+    check_dtype,
     load_config,
     load_model,
     stop_ids,
@@ -91,9 +92,9 @@ def load(
     """
     raw = read_json(path / "config.json")
     config = config_from_hf(raw)
-    name = str((raw.get("text_config") or raw).get("dtype")) if dtype == "auto" else dtype
-    if name not in DTYPES:
-        raise ValueError(f"dtype {name!r} is not supported; choose auto, {', '.join(DTYPES)}")
+    name = check_dtype("dtype", dtype)
+    if name == "auto":
+        name = check_dtype("dtype of config.json", (raw.get("text_config") or raw).get("dtype"))
     graph, shapes, _ = abstract_params(config, DTYPES[name])
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = {

@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybrid_jax.errors import ModelError
+from hybrid_jax.fields import shown
+from hybrid_jax.models.hf_fields import FULL, LINEAR, SLIDING, checked
 from hybrid_jax.specs import Activation, RopeSpec
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 LEGACY_LAYER_TYPES = {"attention": FULL, "mamba": LINEAR}
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -19,13 +20,14 @@ ACTIVATIONS: dict[str, Activation] = {
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's part of a config: multimodal checkpoints nest it in `text_config`."""
-    text = dict(config.get("text_config") or config)
-    if not isinstance(text.get("model_type"), str | None):
-        raise ModelError(f"model_type {text['model_type']!r} of config.json is not a string")
+    text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        raise ModelError(f"text_config of config.json must be an object, got {shown(text)}")
+    text = dict(text)
     for key in ("eos_token_id", "tie_word_embeddings"):
         if text.get(key) is None and config.get(key) is not None:
             text[key] = config[key]
-    return text
+    return checked(text, "config.json")
 
 
 def required(config: Mapping[str, Any], key: str) -> Any:
@@ -45,7 +47,7 @@ def layer_types(
     Raises:
         ModelError: the list has the wrong length or a type that the family does not have.
     """
-    count = int(required(config, "num_hidden_layers"))
+    count = required(config, "num_hidden_layers")
     explicit = config.get("layer_types") or config.get("layers_block_type")
     if explicit is None:
         return [fallback(i) for i in range(count)]
@@ -139,22 +141,12 @@ def _yarn(
     )
 
 
-def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """An `eos_token_id` of config.json, which may be a number, a list or nothing, as a tuple."""
-    if value is None:
-        return ()
-    ids = (value,) if isinstance(value, int) else value
-    if not isinstance(ids, list | tuple) or not all(isinstance(i, int) for i in ids):
-        raise ModelError(f"eos_token_id {value!r} is no token id or list of them; correct it")
-    return tuple(ids)
-
-
 def common(config: Mapping[str, Any]) -> dict[str, Any]:
     """The `ModelConfig` fields that every family reads alike."""
     return {
         "model_type": config["model_type"],
-        "vocab_size": int(required(config, "vocab_size")),
-        "hidden_size": int(required(config, "hidden_size")),
-        "max_position": int(config.get("max_position_embeddings") or 32768),
-        "eos_token_ids": token_ids(config.get("eos_token_id")),
+        "vocab_size": required(config, "vocab_size"),
+        "hidden_size": required(config, "hidden_size"),
+        "max_position": config.get("max_position_embeddings", 32768),
+        "eos_token_ids": config.get("eos_token_id", ()),
     }

@@ -23,7 +23,7 @@ FULL_NORMS = {
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """`OlmoHybridConfig`. `rope_theta` null means no positions at all."""
     norm = NormSpec("rms32", config.get("rms_norm_eps", 1e-6))
-    count = int(hf.required(config, "num_hidden_layers"))
+    count = hf.required(config, "num_hidden_layers")
     rule = [hf.FULL if i % 4 == 3 else hf.LINEAR for i in range(count)]
     if hf.FULL not in rule:
         rule[-1] = hf.FULL

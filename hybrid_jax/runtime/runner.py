@@ -15,6 +15,7 @@ from hybrid_jax.loading import LoadedModel, load_config, load_model
 from hybrid_jax.models.decoder import abstract_params
 from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput
 from hybrid_jax.runtime.mesh import Partitioner, make_mesh
+from hybrid_jax.runtime.processors import check_processors
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingRows, SamplingTable
 from hybrid_jax.runtime.step import ParameterLayout, StepSpec, init_carry, jit_step, make_step
 from hybrid_jax.specs import CacheGroup
@@ -31,6 +32,9 @@ class Runner:
         processors: named logits processors, compiled into the step.
         plan: cache sizes; planned from `config` when absent.
         fill: what fresh caches hold; tests use NaN.
+
+    Raises:
+        ValueError: the configuration does not fit the model, or a processor cannot run.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Runner:
     ) -> None:
         processors = processors or {}
         self._config = config.resolve(model.config)
+        check_processors(processors, self._config, model.config.vocab_size)
         self._model = model
         self._fill = fill
         mesh = make_mesh(self._config.tensor_parallel_size)
@@ -68,9 +73,11 @@ class Runner:
             self._config.max_logprobs,
             tuple(processors.values()),
             partitioned=self._partitioner is not None,
+            implementations=self._config.implementations,
         )
         self._num_traces = 0
         self._carry = self._fresh_carry()
+        self._traced = make_step(spec)
         self._step = jit_step(
             make_step(spec, self._count_trace),
             self._carry,
@@ -117,6 +124,16 @@ class Runner:
         """Makes fresh caches after a step that failed, whatever happened to the old ones."""
         del self._carry  # or both would be in memory at once
         self._carry = self._fresh_carry()
+
+    def trace(self, batches: Iterable[StepBatch]) -> None:
+        """Traces the step for each of `batches`, computing and compiling nothing.
+
+        Raises:
+            ValueError: an implementation that `config.implementations` names cannot run.
+        """
+        sampling = self.sampling_rows.device()
+        for batch in batches:
+            jax.eval_shape(self._traced, self._leaves, self._carry, batch, sampling)
 
     def warmup(self, batches: Iterable[StepBatch]) -> None:
         """Compiles the bucket of each of `batches`, which must hold padding only."""

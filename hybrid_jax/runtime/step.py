@@ -1,7 +1,7 @@
 """The compiled step: one ragged batch through the model, one sampled token per row."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -75,6 +75,7 @@ class StepSpec:
     max_logprobs: int
     processors: tuple[LogitsProcessor, ...] = ()
     partitioned: bool = False  # parameters and caches are cut over several devices
+    implementations: Mapping[str, str] = field(default_factory=dict)  # op -> what must run it
 
 
 def init_carry(
@@ -136,7 +137,7 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
         tokens = jnp.where(batch.token_ids < 0, carry.last_token[row_of_token], batch.token_ids)
         history = carry.history.at[row_of_token, batch.positions].set(tokens)
         tables = tuple(batch.tables[group] for group in group_of_layer)
-        with registry.partitioned(spec.partitioned):
+        with registry.partitioned(spec.partitioned), registry.forcing(spec.implementations):
             hidden, caches = model(
                 tokens, batch.positions, carry.caches, tables, StepContext(ragged, {})
             )

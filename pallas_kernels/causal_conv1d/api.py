@@ -41,12 +41,13 @@ def causal_conv1d(
         read_slots: i32[S], 0 (the null slot) for padding rows.
         write_slots: i32[S], 0 for padding rows.
         activation: "silu" or None.
-        implementation: a registered name, or None to let the registry choose.
+        implementation: a registered name; None: as `registry.forcing` says, or as it chooses.
 
     Returns:
         y [T, C] in the dtype of x (0 for padding tokens; summed in float32), and the new `state`.
     """
     _check(x, weight, bias, state, ragged, read_slots, write_slots, activation)
+    implementation = implementation or registry.forced(OP)
     facts = registry.Facts.of(
         x=x, weight=weight, bias=bias is not None, state=state, rows=ragged.num_rows_padded,
         decode_only=ragged.decode_only, activation=activation,

@@ -48,12 +48,13 @@ def gated_delta_rule(
         write_slots: i32[S], 0 for padding rows.
         scale: factor on q; None: dk ** -0.5.
         l2norm: normalise q and k per head, x * rsqrt(sum x^2 + 1e-6), before the scale.
-        implementation: a registered name, or None to let the registry choose.
+        implementation: a registered name; None: as `registry.forcing` says, or as it chooses.
 
     Returns:
         out [T, Hv, dv] in the dtype of v (0 for padding tokens), and the new `state`.
     """
     _check(q, k, v, g, beta, state, ragged, read_slots, write_slots)
+    implementation = implementation or registry.forced(OP)
     facts = registry.Facts.of(
         q=q, k=k, v=v, g=g, beta=beta, state=state, rows=ragged.num_rows_padded,
         decode_only=ragged.decode_only, l2norm=l2norm,

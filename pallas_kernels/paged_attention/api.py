@@ -59,12 +59,13 @@ def paged_attention(
         window: token q sees positions p with q - window < p <= q. None: all p <= q.
         softcap: scores become softcap * tanh(scores / softcap), before the mask.
         sinks: f32[N] one extra logit per head in the softmax's denominator, without a value.
-        implementation: a registered name, or None to let the registry choose.
+        implementation: a registered name; None: as `registry.forcing` says, or as it chooses.
 
     Returns:
         out [T, N, H] in the dtype of q (0 for padding tokens; computed in float32), and `pages`.
     """
     _check(q, k, v, pages, table, ragged, window, softcap, sinks)
+    implementation = implementation or registry.forced(OP)
     facts = registry.Facts.of(
         q=q, k=k, v=v, pages=pages, table=table, decode_only=ragged.decode_only,
         window=window, softcap=softcap, sinks=sinks is not None,

@@ -40,7 +40,7 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "NaN temperature": ({"temperature": math.nan}, "temperature .* got nan; use 0"),
     "infinite temperature": ({"temperature": math.inf}, "temperature .* got inf; use 0"),
     "no tokens": ({"max_tokens": 0}, "max_tokens .* got 0; use 1"),
-    "many stop strings": ({"stop": ["x"] * 1000}, "at most 16 strings, got 1000; send fewer"),
+    "many stop strings": ({"stop": ["x"] * 1000}, "at most 16 items, got 1000; send fewer"),
     "empty stop string": ({"stop": ""}, "non-empty strings, got ''; leave it out"),
     "top_p": ({"top_p": 0.0}, "top_p .* got 0.0; use 1"),
 }

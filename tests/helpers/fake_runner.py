@@ -143,6 +143,9 @@ class FakeRunner:
     def num_compiles(self) -> int:
         return len(self.shapes)
 
+    def trace(self, batches: Iterable[StepBatch]) -> None:
+        raise AssertionError("no implementation was forced")
+
     def warmup(self, batches: Iterable[StepBatch]) -> None:
         for batch in batches:
             self._run(_Pending(batch, {}))

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import platform
-from pallas_kernels.registry import ArrayFacts, Facts, Registry, never, partitioned
+from pallas_kernels.registry import (
+    ArrayFacts,
+    Facts,
+    Registry,
+    forced,
+    forcing,
+    never,
+    partitioned,
+)
 
 
 def run() -> str:
@@ -116,3 +124,15 @@ def test_kernels_refuse_code_that_is_cut_over_devices() -> None:
         assert "several devices" in choice.refused[0][1]
         with pytest.raises(ValueError, match="several devices"):
             own.select("op", Facts.of(), forced="kernel")
+
+
+def test_forcing_names_an_op_that_exists_and_is_undone() -> None:
+    from pallas_kernels.causal_conv1d import api
+
+    with forcing({api.OP: "some"}):
+        assert forced(api.OP) == "some" and forced("other") is None
+        with forcing({}):
+            assert forced(api.OP) is None
+    assert forced(api.OP) is None
+    with pytest.raises(ValueError, match="unknown op 'other'; known: .*causal_conv1d"):
+        forcing({"other": "some"}).__enter__()

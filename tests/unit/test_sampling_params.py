@@ -1,34 +1,43 @@
 """SamplingParams refuses bad values with one useful sentence and normalises the rest."""
 
 import copy
+import itertools
 import pickle
 from dataclasses import FrozenInstanceError, asdict, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hybrid_jax.sampling_params import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
+HUGE = 10**400  # more than a float holds
 
+FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 BAD: list[tuple[str, Any]] = [
-    *(("temperature", value) for value in (-0.1, NAN, INF, 101.0, "1", True)),
+    *(("temperature", value) for value in (-0.1, NAN, INF, 101.0, "1", True, None, HUGE, 1j)),
+    *(("temperature", value) for value in ([0.5], np.ones(2), {}, print)),
     *(("top_p", value) for value in (0.0, -0.5, 1.01, NAN)),
     *(("min_p", value) for value in (-0.01, 1.01, NAN)),
     *(("top_k", value) for value in (-2, 1.5)),
-    *(("repetition_penalty", value) for value in (0.0, -1.0, 10.5, NAN)),
+    *(("repetition_penalty", value) for value in (0.0, 1e-300, -1.0, 10.5, NAN)),
     *(("presence_penalty", value) for value in (-2.1, 2.1, NAN)),
     *(("frequency_penalty", value) for value in (-2.1, 2.1, INF)),
-    *(("n", value) for value in (0, -1, 1.0)),
-    *(("max_tokens", value) for value in (0, -1, None)),
+    *(("n", value) for value in (0, -1, 1.0, True, 129, HUGE, None)),
+    *(("max_tokens", value) for value in (0, -1, None, HUGE, np.ones(2, int))),
     *(("min_tokens", value) for value in (-1, 17)),
-    *(("seed", value) for value in (2**64, -(2**63) - 1, 0.5)),
-    ("logprobs", -1),
-    *(("stop", value) for value in ("", ["a", ""], ["a"] * 17, [1], 5)),
-    *(("stop_token_ids", value) for value in ([-1], ["1"], "12", 5, [0] * 65)),
+    *(("seed", value) for value in (2**64, -(2**63) - 1, 0.5, "1", HUGE)),
+    *(("logprobs", value) for value in (-1, True, 2**31)),
+    *(("stop", value) for value in ("", ["a", ""], ["a"] * 17, ["a"] * 1000, [1], 5, {"a": 1})),
+    *(("stop", value) for value in (b"a", None, itertools.count(), ["a", b"b"])),
+    *(("stop_token_ids", value) for value in ([-1], ["1"], "12", 5, [0] * 65, [True], [2**31])),
     *(("logit_bias", value) for value in ({1: 100.5}, {1: NAN}, {-1: 0.0}, {"a": 1.0}, [1])),
-    *(("logits_processors", value) for value in ("name", [print])),
+    *(("logit_bias", value) for value in ({1.5: 1.0}, {True: 1.0}, {None: 1.0}, {HUGE: 1.0})),
+    *(("logit_bias", value) for value in ({1: "2"}, {1: True}, {1: None}, {1: 1, "1": 2}, "1", 5)),
+    *(("logits_processors", value) for value in ("name", [print], ["a"] * 65)),
+    *((name, value) for name in FLAGS for value in (1, "no", None)),
 ]
 
 
@@ -37,7 +46,7 @@ def test_bad_values_are_refused_in_one_sentence(name: str, value: Any) -> None:
     with pytest.raises(ValueError) as caught:
         SamplingParams(**{name: value})
     message = str(caught.value)
-    assert message.startswith(name) and "\n" not in message
+    assert message.startswith(name) and "\n" not in message and len(message) < 200
     assert "got " in message and "; " in message  # the value and the remedy
 
 
@@ -50,6 +59,31 @@ def test_boundaries_are_accepted() -> None:
     SamplingParams(temperature=0, top_p=1, min_p=1, top_k=-1, presence_penalty=-2, logprobs=0)
     SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=2**64 - 1)
     SamplingParams(stop=["x"] * 16, min_tokens=16, logit_bias={0: -100, 1: 100})
+
+
+def test_a_number_too_long_to_print_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match="max_tokens must be at most .* got one int; lower it"):
+        SamplingParams(max_tokens=10**5000)
+
+
+def test_scalars_of_numpy_and_jax_become_pythons() -> None:
+    params = SamplingParams(
+        temperature=jnp.float32(0.5),  # type: ignore[arg-type]
+        top_k=np.array(3),  # type: ignore[arg-type]
+        seed=np.uint64(2**64 - 1),  # type: ignore[arg-type]
+        ignore_eos=np.bool_(True),  # type: ignore[arg-type]
+        stop_token_ids=np.arange(2),  # type: ignore[arg-type]
+        logit_bias={np.int64(4): np.float32(1.5)},  # type: ignore[dict-item]
+    )
+    plain = SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        seed=2**64 - 1,
+        ignore_eos=True,
+        stop_token_ids=(0, 1),
+        logit_bias={4: 1.5},
+    )
+    assert params == plain and repr(params) == repr(plain)
 
 
 def test_sequences_and_mappings_are_normalised_and_frozen() -> None:
