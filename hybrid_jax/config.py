@@ -1,5 +1,6 @@
 """The two configurations: what the model is, and how the engine runs it."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from hybrid_jax.fields import (
     tuple_of,
 )
 from hybrid_jax.specs import LayerSpec, NormSpec
+from pallas_kernels.gated_delta_rule.reference import CHUNK as LINEAR_CHUNK
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class EngineConfig:
     cache_bytes: int = 0  # upper bound for all caches; 0: from memory_utilization of the device
     memory_utilization: float = 0.9
     max_queue: int = 0  # waiting requests; 0: no bound
+    prefix_cache: bool = True  # keep what is computed, for prompts that begin with the same tokens
+    checkpoint_interval: int = 0  # tokens between the states kept of a prompt; 0: 256 or a bit more
+    num_checkpoints: int = 0  # state rows kept for reuse; 0: twice max_num_seqs
+    prefill_alignment: int = 0  # prefill chunks end at multiples; 0: the linear kernels' chunk or 1
+    debug_poison: bool = False  # fill freed memory with NaN and check every id after every step
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the activation dtype
     row_buckets: tuple[int, ...] = ()  # S; empty: powers of two up to max_num_seqs
     token_buckets: tuple[int, ...] = ()  # T of mixed steps; empty: powers of four up to the budget
@@ -115,13 +122,32 @@ class EngineConfig:
                 f"token_buckets must ascend and end at the token budget {budget} or more, got "
                 f"{shown(tokens)}; correct them or leave them out"
             )
+        linear = "linear" in model.layer_counts
+        alignment = self.prefill_alignment or (LINEAR_CHUNK if linear else 1)
+        granularity = math.lcm(alignment, self.page_size)
+        interval = self.checkpoint_interval or -(-256 // granularity) * granularity
+        if linear and interval % granularity:
+            raise ValueError(
+                f"checkpoint_interval {interval} must be a multiple of {granularity}, which holds "
+                f"whole pages of {self.page_size} tokens and prefill chunks of {alignment}"
+            )
         return replace(
             self,
             max_model_len=max_len,
             row_buckets=rows,
             token_buckets=tokens,
             max_num_batched_tokens=budget,
+            prefill_alignment=alignment,
+            checkpoint_interval=interval,
+            num_checkpoints=(
+                self.num_checkpoints or 2 * self.max_num_seqs if self.prefix_cache else 0
+            ),
         )
+
+    @property
+    def hit_granularity(self) -> int:
+        """Tokens that the length of a prefix hit is a multiple of. The config is resolved."""
+        return math.lcm(self.prefill_alignment, self.page_size)
 
 
 def _implementations(name: str, value: Any) -> dict[str, str]:
@@ -155,6 +181,11 @@ _CHECKS: dict[str, Check] = {
     "cache_bytes": integer(1, 2**63 - 1, _CHOSEN, or_zero=True),
     "memory_utilization": number(0.0, 1.0, "the default is 0.9", above=True),
     "max_queue": integer(0, INT32_MAX, "use 0 for no bound"),
+    "prefix_cache": boolean,
+    "checkpoint_interval": integer(0, INT32_MAX, _CHOSEN),
+    "num_checkpoints": integer(0, 1_048_576, _CHOSEN),
+    "prefill_alignment": integer(0, 1_048_576, _CHOSEN),
+    "debug_poison": boolean,
     "kv_dtype": choice(("auto", "float32", "bfloat16")),
     "row_buckets": _buckets,
     "token_buckets": _buckets,

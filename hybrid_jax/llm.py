@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hybrid_jax.cache.prefix import CacheReport
 from hybrid_jax.config import EngineConfig
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import EngineStats, FinishReason, Request, TokenEvent, TokenLogprob
@@ -40,6 +41,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None  # set when finish_reason is "error"
+    cache: CacheReport | None = None  # how much of the prompt was computed before, and why not more
 
 
 @dataclass
@@ -63,6 +65,7 @@ class RequestOutput:
         output.finish_reason = event.finish_reason
         output.stop_reason = event.stop_reason
         output.error = event.error
+        output.cache = event.cache
 
 
 class LLM:

@@ -52,6 +52,11 @@ def pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
+def first_live_page(num_computed_tokens: int, window: int, page_size: int) -> int:
+    """The first logical page that the token at position `num_computed_tokens` can see."""
+    return max(0, num_computed_tokens - window + 1) // page_size
+
+
 def window_table_width(window: int, max_num_batched_tokens: int, page_size: int) -> int:
     """Columns of a window group's page table, a ring: logical page i is in column i % width.
 
@@ -113,13 +118,15 @@ def _fixed_count(group: CacheGroup, config: EngineConfig) -> int | None:
     """Pages or slots of a group with a bound per sequence, null included; None: it grows."""
     spec, seqs, page = group.spec, config.max_num_seqs, config.page_size
     if isinstance(spec, StateSpec):
-        return seqs + 1
+        return seqs + config.num_checkpoints + 1
     if not isinstance(spec, WindowSpec):
         return None
-    # A sequence holds the pages that its window touches; the chunk in flight is shared by all rows
-    # of a step, with one partial page each.
+    # A sequence holds the pages that its window touches; the chunks in flight are shared by all
+    # rows of a step, with one partial page each. When a step runs ahead of the last one's results
+    # there are two: pages leave a window when their step is known to be good.
     window = min(pages_for(spec.window, page) + 1, pages_for(config.max_model_len, page))
-    return seqs * (window + 1) + pages_for(config.max_num_batched_tokens, page) + 1
+    chunks = 2 if config.run_ahead else 1
+    return seqs * (window + 1) + chunks * pages_for(config.max_num_batched_tokens, page) + 1
 
 
 def default_budget(config: EngineConfig) -> int:

@@ -120,13 +120,14 @@ class BatchBuilder:
     def _tables(self, row_ids: IntArray) -> tuple[Any, ...]:
         """One table per cache group; padding rows gather the null row of every table."""
         owners = self._cache.row_owners[row_ids]
+        read_owners = self._cache.read_owners[row_ids]
         tables: list[Any] = []
         for i in range(self._num_groups):
             if i in self._cache.page_groups:
                 tables.append(self._cache.page_groups[i].table[row_ids])
             else:
                 group = self._cache.state_groups[i]
-                slots: Any = (group.read[row_ids], group.write[row_ids], owners, owners)
+                slots: Any = (group.read[row_ids], group.write[row_ids], read_owners, owners)
                 tables.append(StateSlots(*slots))
         return tuple(tables)
 
@@ -148,11 +149,7 @@ class BatchBuilder:
         page_size = self._cache.page_size
         for i, table in enumerate(tables):
             if isinstance(table, StateSlots):
-                size = self._cache.state_groups[i].pool.size
-                self._check_distinct(np.asarray(table.write)[:num_rows].tolist(), size, "slot")
-                read = np.asarray(table.read)[:num_rows]
-                if read.min() < 1 or read.max() >= size:
-                    raise IntegrityError(f"a read slot of group {i} is outside [1, {size})")
+                self._check_slots(i, table, num_rows)
                 continue
             group = self._cache.page_groups[i]
             written: list[int] = []
@@ -167,8 +164,22 @@ class BatchBuilder:
                 if np.count_nonzero(run) < last - first + 1:
                     raise IntegrityError(f"sequence {sequence.uid} lacks a page in group {i}")
             self._check_distinct(written, group.pool.size, "written page")
-            if any(group.pool.users(page) > 1 for page in written):
-                raise IntegrityError(f"a page of group {i} is written but has several users")
+            if any(group.pool.is_read_only(page) for page in written):
+                raise IntegrityError(f"a page of group {i} is written but others may read it")
+
+    def _check_slots(self, i: int, table: StateSlots, num_rows: int) -> None:
+        pool = self._cache.state_groups[i].pool
+        read = np.asarray(table.read)[:num_rows].tolist()
+        write = np.asarray(table.write)[:num_rows].tolist()
+        self._check_distinct(write, pool.size, "slot")
+        if min(read) < 1 or max(read) >= pool.size:
+            raise IntegrityError(f"a read slot of group {i} is outside [1, {pool.size})")
+        if read != write:
+            written = set(write)
+            if any(r in written for r, w in zip(read, write, strict=True) if r != w):
+                raise IntegrityError(f"a slot of group {i} is read and written by different rows")
+        if any(pool.is_read_only(slot) for slot in write):
+            raise IntegrityError(f"a slot of group {i} is written but others may read it")
 
     @staticmethod
     def _check_distinct(ids: list[int], size: int, what: str) -> None:

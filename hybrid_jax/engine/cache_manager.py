@@ -1,61 +1,31 @@
 """Which pages, slots and row each sequence holds: one decision over all cache groups."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from hybrid_jax.cache.plan import pages_for, table_width
-from hybrid_jax.cache.pools import IdPool, PagePool, RowPool, SlotPool
-from hybrid_jax.engine.types import GroupStats, PageRun, ReleaseReason, Sequence, SlotPair
-from hybrid_jax.errors import IntegrityError
-from hybrid_jax.specs import CacheGroup, CacheSpec, PagedSpec, StateSpec, WindowSpec
+from hybrid_jax.cache.plan import pages_for
+from hybrid_jax.cache.pools import IdPool, RowPool
+from hybrid_jax.engine.cache_groups import PageGroup, StateGroup
+from hybrid_jax.engine.prefix_cache import PrefixCache
+from hybrid_jax.engine.types import GroupStats, ReleaseReason, Sequence
+from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec, WindowSpec
 
 if TYPE_CHECKING:
     from hybrid_jax.cache.arrays import CacheSizes
     from hybrid_jax.config import EngineConfig
 
-IntArray = npt.NDArray[np.int32]
-
-
-class _PageGroup:
-    """Pool and host page table of one full or window group."""
-
-    def __init__(self, spec: PagedSpec, size: int, config: "EngineConfig") -> None:
-        self.window = spec.window if isinstance(spec, WindowSpec) else None
-        self.pool = PagePool(size)
-        self.width = table_width(spec, config)
-        self.page_size = config.page_size
-        self.table = np.zeros((config.max_num_seqs + 1, self.width), np.int32)  # [R, M]
-
-    def pages_at_most(self, num_tokens: int) -> int:
-        """Pages a sequence holds at once, at most, on its way to `num_tokens` computed tokens."""
-        pages = pages_for(num_tokens, self.page_size)
-        return pages if self.window is None else min(pages, self.width)
-
-    def first_live_page(self, num_computed_tokens: int) -> int:
-        """The first logical page that the token at position `num_computed_tokens` can see."""
-        if self.window is None:
-            return 0
-        return max(0, num_computed_tokens - self.window + 1) // self.page_size
-
-
-class _StateGroup:
-    """Pool and host slot tables of one state group."""
-
-    def __init__(self, size: int, config: "EngineConfig") -> None:
-        self.pool = SlotPool(size)
-        self.read = np.zeros(config.max_num_seqs + 1, np.int32)  # [R]
-        self.write = np.zeros(config.max_num_seqs + 1, np.int32)  # [R]
-
 
 class CacheManager:
-    """Pools, page tables and slot tables of all cache groups, and the persistent rows.
+    """Pools, page tables and slot tables of all cache groups, the persistent rows and the tree.
 
     Sequences own ids; the tables mirror them per persistent row, so that a batch's tables are one
     gather. Row 0 of every table stays null: it serves the padding rows.
+
+    Nobody writes what somebody else may read. A sequence that shares its last page or its state
+    with others, or with the prefix tree, gets one of its own before its next step: the page is
+    copied (`take_copies`), the state is read in one slot and written in another.
     """
 
     def __init__(
@@ -72,19 +42,29 @@ class CacheManager:
         self._config = config
         self._on_row_release = on_row_release
         self.page_size = config.page_size
+        self.num_prompt_tokens = 0  # of all prompts so far
+        self.num_cached_tokens = 0  # those of them that were in the caches already
         self.reset()
 
     def reset(self) -> None:
         """Forgets every holder: all ids are free. Sequences must be reset by the caller."""
         self.rows = RowPool(self._config.max_num_seqs + 1)
         self.row_owners = np.zeros(self.rows.size, np.int32)  # uid per row; [R]
-        self.page_groups: dict[int, _PageGroup] = {}
-        self.state_groups: dict[int, _StateGroup] = {}
+        self.read_owners = np.zeros(self.rows.size, np.int32)  # uid that wrote the read slots; [R]
+        self.page_groups: dict[int, PageGroup] = {}
+        self.state_groups: dict[int, StateGroup] = {}
         for i, (spec, size) in enumerate(zip(self._specs, self._sizes.counts, strict=True)):
             if isinstance(spec, StateSpec):
-                self.state_groups[i] = _StateGroup(size, self._config)
+                self.state_groups[i] = StateGroup(size, self._config)
             else:
-                self.page_groups[i] = _PageGroup(spec, size, self._config)
+                self.page_groups[i] = PageGroup(spec, size, self._config)
+        self.prefixes = PrefixCache(self._specs, self.page_groups, self.state_groups, self._config)
+        self._copies: dict[int, dict[int, int]] = {i: {} for i in self.page_groups}
+
+    @property
+    def pools(self) -> list[IdPool]:
+        """The pool of each cache group, in order."""
+        return self.prefixes.pools
 
     def shortage(self, num_tokens: int) -> str | None:
         """Why a sequence of `num_tokens` computed tokens can never fit; None if it can."""
@@ -100,20 +80,29 @@ class CacheManager:
     def can_admit(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
         """Whether a waiting sequence can be prefilled without taking pages from running ones.
 
-        Leaves room for what running prefills still need and for the next page of every running
-        sequence: what is preempted a step after its admission was computed for nothing.
+        Its `prefix` has just been looked up. Leaves room for what running prefills still need and
+        for the next page of every running sequence: what is preempted a step after its admission
+        was computed for nothing.
         """
-        if not self.rows.num_free or any(not g.pool.num_free for g in self.state_groups.values()):
+        prefix = sequence.prefix
+        assert prefix is not None
+        if not self.rows.num_free:
             return False
+        for i, group in self.state_groups.items():
+            if group.pool.num_free - sum(map(group.pool.is_idle, prefix.ids[i])) < 1:
+                return False
         others = list(running)
         for i, group in self.page_groups.items():
-            room = group.pool.num_free - group.pages_at_most(len(sequence.token_ids))
+            ids, pool = prefix.ids[i], group.pool
+            need = group.pages_at_most(len(sequence.token_ids)) - len(ids)
+            need += bool(prefix.length % self.page_size)  # the copy of the partial page
+            room = pool.num_free - sum(map(pool.is_idle, ids)) - need
             room -= sum(self._soon(other, i, group) for other in others)
             if room < 0:
                 return False
         return True
 
-    def _soon(self, sequence: Sequence, i: int, group: "_PageGroup") -> int:
+    def _soon(self, sequence: Sequence, i: int, group: PageGroup) -> int:
         """Pages a running sequence will take soon: for its prefill, and one to decode into."""
         run = sequence.pages[i]
         assert run is not None
@@ -121,70 +110,126 @@ class CacheManager:
         most = pages_for(sequence.num_prompt_tokens + sequence.max_tokens - 1, self.page_size)
         ahead = max(0, prefill - sequence.num_pages)
         if group.window is not None:
-            ahead = min(ahead, group.width - len(run.ids))
+            ahead = max(0, min(ahead, group.width - len(run.ids)))
         return ahead + (1 if most > max(prefill, sequence.num_pages) else 0)
 
+    def attach(self, sequence: Sequence) -> None:
+        """Gives a sequence that can be admitted its row, its prefix and its state slots."""
+        prefix = sequence.prefix
+        assert prefix is not None
+        row = sequence.row = self.rows.alloc()
+        self.row_owners[row], self.read_owners[row] = sequence.uid, prefix.owner or sequence.uid
+        sequence.num_pages = pages_for(prefix.length, self.page_size)
+        groups = range(len(self._specs))
+        # State slots first: a fresh one may evict an idle one, but none of this prefix's.
+        slots = {i: g.attach(row, prefix.ids[i]) for i, g in self.state_groups.items()}
+        pages = {
+            i: g.attach(row, prefix.ids[i], sequence.num_pages) for i, g in self.page_groups.items()
+        }
+        sequence.slots = tuple(slots.get(i) for i in groups)
+        sequence.pages = tuple(pages.get(i) for i in groups)
+        sequence.may_share = prefix.length > 0
+        sequence.num_computed_tokens = prefix.length
+
+    def count(self, sequence: Sequence) -> None:
+        """Counts a sequence that was admitted, the first time."""
+        if not sequence.num_preemptions:
+            self.num_prompt_tokens += sequence.num_prompt_tokens
+            self.num_cached_tokens += sequence.num_computed_tokens
+
     def allocate(self, sequence: Sequence, num_new_tokens: int) -> bool:
-        """Makes room for `num_new_tokens` more tokens in every cache group, or changes nothing.
-
-        The first allocation of a sequence also takes its row and its state slots.
-        """
+        """Makes room for `num_new_tokens` more tokens in every cache group, or changes nothing."""
         end = sequence.num_computed_tokens + num_new_tokens
-        pages = -(-end // self.page_size) - sequence.num_pages
-        if sequence.row and pages <= 0:
+        pages = max(0, pages_for(end, self.page_size) - sequence.num_pages)
+        shared = self._shared(sequence) if sequence.may_share else ()
+        if not pages and not shared:
             return True  # the common decode step
-        if any(group.pool.num_free < pages for group in self.page_groups.values()):
-            return False
-        if not sequence.row:
-            if not self.rows.num_free:
+        pools = self.pools
+        for i in range(len(pools)):
+            need = (pages if i in self.page_groups else 0) + (i in shared)
+            if pools[i].num_free < need:
                 return False
-            if any(not group.pool.num_free for group in self.state_groups.values()):
-                return False
-            self._attach(sequence)
-        self._extend(sequence, pages)
-        return True
-
-    def advance(self, sequence: Sequence) -> None:
-        """Counts the scheduled tokens as computed; call it once their step is launched.
-
-        Pages that no later token can see go back to their pools. A later step may reuse them at
-        once: the device runs steps in order.
-        """
-        sequence.num_computed_tokens += sequence.num_scheduled_tokens
-        sequence.num_scheduled_tokens = 0
+        self._own(sequence, shared)
         for i, group in self.page_groups.items():
-            if group.window is None:
-                continue
             run = sequence.pages[i]
             assert run is not None
-            live = group.first_live_page(sequence.num_computed_tokens)
-            while run.first < live and run.ids:
-                group.table[sequence.row, run.first % group.width] = 0
-                group.pool.free(run.ids.popleft())
-                run.first += 1
+            group.extend(sequence.row, run, pages)
+        sequence.num_pages += pages
+        return True
+
+    def _shared(self, sequence: Sequence) -> tuple[int, ...]:
+        """The groups in which the next token would be written where others may read."""
+        shared = []
+        for i, group in self.page_groups.items():
+            run = sequence.pages[i]
+            partial = sequence.num_computed_tokens % self.page_size
+            if partial and run and run.ids and group.pool.is_read_only(run.ids[-1]):
+                shared.append(i)
+        for i, group in self.state_groups.items():
+            pair = sequence.slots[i]
+            if pair and pair.read == pair.write and group.pool.is_read_only(pair.write):
+                shared.append(i)
+        return tuple(shared)
+
+    def _own(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
+        for i in shared:
+            run, pair = sequence.pages[i], sequence.slots[i]
+            if run is not None:
+                old, new = self.page_groups[i].own_last(sequence.row, run)
+                self._copies[i][new] = old
+            elif pair is not None:
+                self.state_groups[i].write_elsewhere(sequence.row, pair)
+        sequence.may_share = False
+
+    def advance(self, sequence: Sequence) -> None:
+        """Counts the scheduled tokens as computed; call it once their step is launched."""
+        sequence.num_computed_tokens += sequence.num_scheduled_tokens
+        sequence.num_scheduled_tokens = 0
+        for i, group in self.state_groups.items():
+            pair = sequence.slots[i]
+            assert pair is not None
+            if pair.read != pair.write:
+                group.settle(sequence.row, pair)
+        self.read_owners[sequence.row] = sequence.uid
+        self.prefixes.advance(sequence)
+
+    def commit(self, sequence: Sequence, num_tokens: int, *, good: bool) -> None:
+        """Hears that the step which computed tokens up to `num_tokens` is done.
+
+        What a `good` step computed may be cached from now on. Pages that no later token can see go
+        back to their pools; a later step may reuse them at once, since the device runs steps in
+        order.
+        """
+        if not sequence.row:
+            return  # preempted meanwhile
+        sequence.num_committed_tokens = num_tokens
+        sequence.is_good &= good
+        self.prefixes.commit(sequence)
+        for i, group in self.page_groups.items():
+            if group.window is not None:
+                run = sequence.pages[i]
+                assert run is not None
+                group.trim(sequence.row, run, num_tokens)
 
     def release(self, sequence: Sequence, reason: ReleaseReason) -> None:
         """Gives back everything `sequence` holds; nothing of it counts as computed any more.
 
         Serves finish, abort, preemption and failure. Idempotent. Its time depends on what the
-        sequence holds, not on the pools.
+        sequence holds, not on the pools. What a failed sequence read or wrote is not cached any
+        more.
         """
-        del reason  # every reason gives back everything; a prefix cache would keep finished pages
         row = sequence.row
         if row:
+            self.prefixes.leave(sequence, failed=reason is ReleaseReason.FAILURE)
             for i, group in self.page_groups.items():
                 run = sequence.pages[i]
                 assert run is not None
-                for page in reversed(run.ids):
-                    group.pool.free(page)
-                group.table[row] = 0
+                group.release(row, run)
             for i, group in self.state_groups.items():
                 pair = sequence.slots[i]
                 assert pair is not None
-                for slot in {pair.read, pair.write}:
-                    group.pool.free(slot)
-                group.read[row] = group.write[row] = 0
-            self.row_owners[row] = 0
+                group.release(row, pair)
+            self.row_owners[row] = self.read_owners[row] = 0
             self.rows.free(row)
             if self._on_row_release is not None:
                 self._on_row_release(row)
@@ -195,90 +240,47 @@ class CacheManager:
         """Makes `sequence` hold nothing, without touching the pools."""
         sequence.row = sequence.num_pages = 0
         sequence.pages = sequence.slots = ()
-        sequence.num_computed_tokens = sequence.num_scheduled_tokens = 0
-        sequence.num_prefill_tokens = 0
+        sequence.num_computed_tokens = sequence.num_committed_tokens = 0
+        sequence.num_scheduled_tokens = sequence.num_prefill_tokens = 0
+        sequence.prefix = sequence.node = sequence.decode_checkpoint = None
+        sequence.stops = ()
+        sequence.checkpoints.clear()
+        sequence.may_share, sequence.is_good = False, True
 
-    def stats(self) -> tuple[GroupStats, ...]:
+    def take_copies(self) -> dict[int, dict[int, int]]:
+        """Per page group the pages to copy before the next step: target -> source."""
+        copies = {i: pairs for i, pairs in self._copies.items() if pairs}
+        for i in copies:
+            self._copies[i] = {}
+        return copies
+
+    def take_freed(self) -> dict[int, list[int]]:
+        """Per cache group the ids that became free since the last call and still are."""
+        freed = {}
+        for i, pool in enumerate(self.pools):
+            ids = [id_ for id_ in dict.fromkeys(pool.freed) if pool.is_free(id_)]
+            pool.freed.clear()
+            if ids:
+                freed[i] = ids
+        self.rows.freed.clear()
+        return freed
+
+    def stats(self, running: Iterable[Sequence]) -> tuple[GroupStats, ...]:
         """Use of every cache group, in their order, and of the persistent rows."""
-        pools: list[tuple[str, IdPool]] = []
-        for i in range(len(self._specs)):
-            group = self.page_groups.get(i) or self.state_groups[i]
-            pools.append((f"{i}:{self._kind(i)}", group.pool))
-        pools.append(("rows", self.rows))
-        return tuple(GroupStats(name, p.capacity, p.num_used, p.peak) for name, p in pools)
-
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Checks that every id is in exactly one place and every table mirrors its sequence.
-
-        Args:
-            sequences: all that hold anything.
-
-        Raises:
-            IntegrityError: naming the first id or row that is wrong.
-        """
-        holders = [s for s in sequences if s.row]
-        self.rows.check_integrity(Counter(s.row for s in holders))
-        owners = np.zeros_like(self.row_owners)
-        for sequence in holders:
-            owners[sequence.row] = sequence.uid
-        _require_equal(owners, self.row_owners, "row owners")
-        for i, group in self.page_groups.items():
-            table, users = np.zeros_like(group.table), Counter[int]()
-            for sequence in holders:
-                run = sequence.pages[i]
-                assert run is not None
-                users.update(run.ids)
-                if run.first + len(run.ids) != sequence.num_pages or len(run.ids) > group.width:
-                    raise IntegrityError(
-                        f"sequence {sequence.uid} has a torn page run in group {i}"
-                    )
-                for k, page in enumerate(run.ids, run.first):
-                    table[sequence.row, k % group.width] = page
-            group.pool.check_integrity(users)
-            _require_equal(table, group.table, f"page table of group {i}")
-        for i, group in self.state_groups.items():
-            pairs = {s.row: s.slots[i] for s in holders}
-            users = Counter[int]()
-            read, write = np.zeros_like(group.read), np.zeros_like(group.write)
-            for row, pair in pairs.items():
-                assert pair is not None
-                users.update({pair.read, pair.write})
-                read[row], write[row] = pair.read, pair.write
-            group.pool.check_integrity(users)
-            _require_equal(read, group.read, f"read slots of group {i}")
-            _require_equal(write, group.write, f"write slots of group {i}")
-
-    def _attach(self, sequence: Sequence) -> None:
-        row = sequence.row = self.rows.alloc()
-        self.row_owners[row] = sequence.uid
-        count = len(self._specs)
-        sequence.pages = tuple(PageRun() if i in self.page_groups else None for i in range(count))
-        slots: list[SlotPair | None] = [None] * count
-        for i, group in self.state_groups.items():
-            slot = group.pool.alloc()
-            slots[i] = SlotPair(slot, slot)
-            group.read[row] = group.write[row] = slot
-        sequence.slots = tuple(slots)
-
-    def _extend(self, sequence: Sequence, num_pages: int) -> None:
-        first = sequence.num_pages
-        for i, group in self.page_groups.items():
-            run = sequence.pages[i]
-            assert run is not None
-            for logical in range(first, first + num_pages):
-                page = group.pool.alloc()
-                run.ids.append(page)
-                group.table[sequence.row, logical % group.width] = page
-        sequence.num_pages += num_pages
+        tokens = sum(s.num_computed_tokens for s in running)
+        result = []
+        for i, pool in enumerate([*self.pools, self.rows]):
+            name = f"{i}:{self._kind(i)}" if i < len(self._specs) else "rows"
+            waste = 0.0
+            if name.endswith("full") and pool.num_used:
+                waste = max(0.0, 1 - tokens / (pool.num_used * self.page_size))
+            result.append(
+                GroupStats(name, pool.capacity, pool.num_used, pool.num_idle, pool.peak, waste)
+            )
+        return tuple(result)
 
     def _kind(self, i: int) -> str:
         spec = self._specs[i]
         if isinstance(spec, StateSpec):
             return "linear"
         return "window" if isinstance(spec, WindowSpec) else "full"
-
-
-def _require_equal(expected: IntArray, actual: IntArray, what: str) -> None:
-    if not np.array_equal(expected, actual):
-        row = int(np.argwhere(expected != actual)[0][0])
-        raise IntegrityError(f"{what}: row {row} does not mirror its sequence")

@@ -11,8 +11,10 @@ import numpy as np
 
 from hybrid_jax.engine.batch_builder import BatchBuilder
 from hybrid_jax.engine.cache_manager import CacheManager
+from hybrid_jax.engine.integrity import check_integrity
 from hybrid_jax.engine.outputs import OutputProcessor
 from hybrid_jax.engine.scheduler import ChunkLimit, Scheduler
+from hybrid_jax.engine.step_memory import StepMemory
 from hybrid_jax.engine.types import (
     MAX_UID,
     EngineStats,
@@ -59,9 +61,10 @@ class _Abort:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A launched step: its rows in batch order, and whether each one samples a token."""
+    """A launched step: per row in batch order its sequence, the tokens it has after the step, and
+    whether it samples one."""
 
-    rows: list[tuple[Sequence, bool]]
+    rows: list[tuple[Sequence, int, bool]]
     output: "StepOutput"
 
 
@@ -96,24 +99,21 @@ class Engine:
             )
         self._runner = runner
         self._sampling = runner.sampling_rows
-        self._stop_ids = tuple(model.eos_token_ids if stop_ids is None else stop_ids)
+        stop_ids = tuple(model.eos_token_ids if stop_ids is None else stop_ids)
         self._config = config
         self._vocab_size = model.vocab_size
         self._cache = CacheManager(
             runner.groups, runner.sizes, config, on_row_release=self._sampling.clear_row
         )
         self._scheduler = Scheduler(
-            self._cache,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            self._cache, max_num_batched_tokens=config.max_num_batched_tokens
         )
+        self._memory = StepMemory(runner, self._cache, config, stop_ids)
         self._builder = BatchBuilder(self._cache, config, model.vocab_size)
-        self._outputs = OutputProcessor(tokenizer, self._stop_ids)
+        self._outputs = OutputProcessor(tokenizer, stop_ids)
+        processors = self._sampling.processors
         self._validator = RequestValidator(
-            config,
-            model.vocab_size,
-            self._cache,
-            tokenizer is not None,
-            self._sampling.processors,
+            config, model.vocab_size, self._cache, tokenizer is not None, processors
         )
         self._lock = threading.RLock()  # guards _requests, _inbox and _num_arrivals
         self._requests: dict[str, list[Sequence]] = {}  # not ended yet
@@ -200,6 +200,8 @@ class Engine:
             raise
         if not self._requests:
             self._in_flight = None  # holds tokens of ended sequences only
+        if self._config.debug_poison:
+            self.check_integrity()
         events, self._events = self._events, []
         return events
 
@@ -226,12 +228,18 @@ class Engine:
             steps=self._num_steps,
             preemptions=self._scheduler.num_preemptions,
             compiles=self._runner.num_compiles,
-            caches=self._cache.stats(),
+            prompt_tokens=self._cache.num_prompt_tokens,
+            cached_tokens=self._cache.num_cached_tokens,
+            caches=self._cache.stats(self._scheduler.running.values()),
         )
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every page, slot and row is in exactly one place."""
-        self._cache.check_integrity(self._scheduler.running.values())
+        check_integrity(self._cache, self._scheduler.running.values())
+
+    def clear_prefix_cache(self) -> None:
+        """Forgets all cached prefixes; what running sequences use stays theirs."""
+        self._cache.prefixes.tree.clear()
 
     def close(self) -> None:
         """Aborts everything and accepts nothing any more. Idempotent."""
@@ -249,50 +257,39 @@ class Engine:
             return None
         sequences = plan.sequences
         try:
-            for sequence in plan.admitted:
-                self._set_row(sequence)
+            self._memory.prepare(plan.admitted)
             output = self._runner.step(self._builder.build(plan), self._sampling.device())
         except Exception as error:
             self._fail_step(sequences, error)
             return None
-        rows: list[tuple[Sequence, bool]] = []
+        rows: list[tuple[Sequence, int, bool]] = []
         for sequence in sequences:
             self._cache.advance(sequence)
             samples = sequence.num_computed_tokens == sequence.num_tokens
             sequence.num_inflight += samples
-            rows.append((sequence, samples))
+            rows.append((sequence, sequence.num_computed_tokens, samples))
         self._num_steps += 1
         return _InFlight(rows, output)
 
-    def _set_row(self, sequence: Sequence) -> None:
-        params = sequence.request.params
-        stop_ids: set[int] = set()
-        if params.min_tokens:  # otherwise nothing is ever barred
-            stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._stop_ids)}
-        self._sampling.set_row(
-            sequence.row, params, sequence.seed, sequence.num_prompt_tokens, stop_ids=stop_ids
-        )
-
     def _finish(self, step: _InFlight) -> None:
-        output = step.output
         try:
-            tokens: list[int] = np.asarray(output.tokens).tolist()
-            finite: list[bool] = np.asarray(output.finite).tolist()
-            owner_ok: list[bool] = np.asarray(output.owner_ok).tolist()
+            tokens, finite, owner_ok = _read(step.output)
             logprobs = _read_logprobs(step)
         except Exception as error:
-            self._fail_step([sequence for sequence, _ in step.rows], error)
+            self._fail_step([sequence for sequence, *_ in step.rows], error)
             return
-        for row, (sequence, samples) in enumerate(step.rows):
+        for row, (sequence, num_tokens, samples) in enumerate(step.rows):
             if sequence.state is SequenceState.FINISHED:
                 continue  # ended while this step was in flight: its token is dropped
             sequence.num_inflight -= samples
             if not owner_ok[row]:
-                self._fail(sequence, _owner_mismatch(sequence))
+                self._quarantine(sequence, _owner_mismatch(sequence))
             elif samples and not finite[row]:
-                self._fail(sequence, _non_finite(sequence))
-            elif samples:
-                self._append(sequence, tokens[row], logprobs[row] if logprobs else None)
+                self._quarantine(sequence, _non_finite(sequence))
+            else:
+                self._cache.commit(sequence, num_tokens, good=finite[row])
+                if samples:
+                    self._append(sequence, tokens[row], logprobs[row] if logprobs else None)
 
     def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         try:
@@ -317,6 +314,11 @@ class Engine:
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         self._end(sequence, ReleaseReason.FAILURE, self._outputs.fail(sequence, error))
+
+    def _quarantine(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence whose memory cannot be trusted and clears that, before it is reused."""
+        self._fail(sequence, error)
+        self._memory.clear_freed()
 
     def _fail_stuck(self) -> None:
         """Fails the oldest sequence if nothing can run and nothing is about to change."""
@@ -394,9 +396,18 @@ def _seed(params: SamplingParams, engine_seed: int, arrival: int) -> int:
     return (mixed ^ (mixed >> 29)) * 0x94D049BB133111EB % 2**64 >> 32
 
 
+def _read(output: "StepOutput") -> tuple[list[int], list[bool], list[bool]]:
+    """Tokens, `finite` and `owner_ok` per row. Waits for the step."""
+    return (
+        np.asarray(output.tokens).tolist(),
+        np.asarray(output.finite).tolist(),
+        np.asarray(output.owner_ok).tolist(),
+    )
+
+
 def _read_logprobs(step: _InFlight) -> list[TokenLogprob | None]:
     """Per row, if it asked; empty when no row did. Waits for the step."""
-    wanted = [s.request.params.logprobs if samples else None for s, samples in step.rows]
+    wanted = [s.request.params.logprobs if samples else None for s, _, samples in step.rows]
     if all(count is None for count in wanted):
         return []
     output = step.output

@@ -19,6 +19,7 @@ from hybrid_jax.engine.types import (
 class _OpenRequest:
     streams: dict[int, TextStream | None] = field(default_factory=dict)  # open completions by index
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class OutputProcessor:
@@ -87,14 +88,19 @@ class OutputProcessor:
         error: Exception | None = None,
     ) -> TokenEvent:
         request = sequence.request
-        usage = None
+        usage, report = None, None
         if finish_reason is not None:
             state = self._open[request.request_id]
+            report = sequence.report if sequence.num_output_tokens else None
+            if report is not None and sequence.index == 0:
+                state.cached_tokens = report.cached_tokens
             del state.streams[sequence.index]  # a second end would be our bug and raises here
             state.completion_tokens += sequence.num_output_tokens
             if not state.streams:
                 del self._open[request.request_id]
-                usage = Usage(len(request.prompt_token_ids), state.completion_tokens)
+                usage = Usage(
+                    len(request.prompt_token_ids), state.completion_tokens, state.cached_tokens
+                )
         return TokenEvent(
             request_id=request.request_id,
             index=sequence.index,
@@ -105,6 +111,7 @@ class OutputProcessor:
             stop_reason=stop_reason,
             usage=usage,
             error=error,
+            cache=report,
         )
 
     def _stream(self, request: Request) -> TextStream | None:

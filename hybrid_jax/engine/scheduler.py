@@ -46,6 +46,7 @@ class Schedule:
         """Takes a sequence out again, if it is in."""
         if self.decode.pop(sequence.arrival, None) or self.prefill.pop(sequence.arrival, None):
             self.num_tokens -= sequence.num_scheduled_tokens
+            self.admitted = [s for s in self.admitted if s is not sequence]
 
 
 class Scheduler:
@@ -116,31 +117,82 @@ class Scheduler:
         for sequence in list(self.running.values()):
             if sequence.state is not SequenceState.RUNNING or sequence.is_decoding:
                 continue
+            self._fork(plan, sequence)
             chunk = self._chunk(plan, sequence)
             if chunk and self._make_room(plan, sequence, chunk):
                 plan.add(plan.prefill, sequence, chunk)
 
-    def _admit(self, plan: Schedule) -> None:
-        while self.waiting:
+    def _fork(self, plan: Schedule, leader: Sequence) -> None:
+        """Starts the other completions of a request where the first one is about to sample.
+
+        They share the pages and read the state of all of the prompt but its last token, which each
+        computes itself: its logits are what they sample from.
+        """
+        if not _at_fork(leader):
+            return
+        while self.waiting and plan.num_tokens + 1 < self._max_num_batched_tokens:
             sequence = next(iter(self.waiting.values()))
-            if sequence.num_inflight or not self._cache.can_admit(sequence, self.running.values()):
-                return  # what it continues from is not known yet, or there is no room
-            sequence.num_prefill_tokens = len(sequence.token_ids)
-            chunk = self._chunk(plan, sequence)
-            if not chunk or not self._cache.allocate(sequence, chunk):
-                sequence.num_prefill_tokens = 0
+            if sequence.request is not leader.request or sequence.num_output_tokens:
                 return
-            del self.waiting[sequence.arrival]
-            self.running[sequence.arrival] = sequence
-            sequence.state = SequenceState.RUNNING
-            plan.admitted.append(sequence)
-            plan.add(plan.prefill, sequence, chunk)
+            self._cache.prefixes.fork(leader, sequence)
+            if not self._cache.can_admit(sequence, self.running.values()):
+                return
+            if not self._start(plan, sequence):
+                return
+
+    def _admit(self, plan: Schedule) -> None:
+        while self.waiting and self._cache.rows.num_free:
+            sequence = next(iter(self.waiting.values()))
+            if sequence.num_inflight or plan.num_tokens == self._max_num_batched_tokens:
+                return  # what it continues from is not known yet, or the budget is spent
+            self._cache.prefixes.find(sequence)
+            if self._awaits_prefix(sequence) or not self._cache.can_admit(
+                sequence, self.running.values()
+            ):
+                return
+            if not self._start(plan, sequence):
+                return
+
+    def _start(self, plan: Schedule, sequence: Sequence) -> bool:
+        """Makes a waiting sequence run, if there is room for its first chunk."""
+        self._cache.attach(sequence)
+        sequence.num_prefill_tokens = len(sequence.token_ids)
+        chunk = self._chunk(plan, sequence)
+        if not chunk or not self._cache.allocate(sequence, chunk):
+            self._cache.release(sequence, ReleaseReason.PREEMPT)
+            return False
+        del self.waiting[sequence.arrival]
+        self.running[sequence.arrival] = sequence
+        sequence.state = SequenceState.RUNNING
+        plan.admitted.append(sequence)
+        plan.add(plan.prefill, sequence, chunk)
+        self._cache.count(sequence)
+        return True
+
+    def _awaits_prefix(self, sequence: Sequence) -> bool:
+        """Whether a running prefill is about to cache more of a waiting sequence than there is.
+
+        Of requests that arrive together with the same new prefix only the first computes it. Makes
+        that one keep its state where the two diverge.
+        """
+        assert sequence.prefix is not None
+        known = sequence.prefix.length
+        for other in self.running.values():
+            if other.request is sequence.request and _before_fork(other):
+                return True
+            if other.num_committed_tokens >= other.num_prefill_tokens:
+                continue
+            shared = self._cache.prefixes.shared_soon(sequence, other)
+            if shared > max(known, other.num_committed_tokens):
+                return True
+        return False
 
     def _chunk(self, plan: Schedule, sequence: Sequence) -> int:
         """Tokens of the sequence's next prefill chunk; 0 when the budget is spent."""
         remaining = sequence.num_remaining_prefill
         limit = max(1, self.chunk_limit(sequence, remaining))
-        return min(remaining, limit, self._max_num_batched_tokens - plan.num_tokens)
+        most = min(remaining, limit, self._max_num_batched_tokens - plan.num_tokens)
+        return self._cache.prefixes.grid.clip(sequence, most, may_wait=bool(plan.prefill))
 
     def _make_room(self, plan: Schedule, sequence: Sequence, num_tokens: int) -> bool:
         """Allocates, preempting younger sequences, the youngest first, while pages run out."""
@@ -166,3 +218,17 @@ class Scheduler:
         self.waiting.move_to_end(victim.arrival, last=False)
         self.num_preemptions += 1
         plan.preempted.append(victim)
+
+
+def _before_fork(leader: Sequence) -> bool:
+    """Whether other completions of the request will be able to fork from this one."""
+    return leader.num_computed_tokens < leader.num_prompt_tokens - 1
+
+
+def _at_fork(leader: Sequence) -> bool:
+    """Whether all of a prompt with several completions is computed but its last token."""
+    return (
+        leader.request.params.n > 1
+        and 0 < leader.num_computed_tokens == leader.num_prompt_tokens - 1
+        and not leader.num_output_tokens
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from hybrid_jax.cache.prefix import CacheReport, Node, Prefix
 from hybrid_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ class PageRun:
     first: int = 0
     ids: deque[int] = field(default_factory=deque)
 
+    def __getitem__(self, logical: int) -> int:
+        """The page of a logical page that was allocated; 0 if it was dropped."""
+        return self.ids[logical - self.first] if logical >= self.first else 0
+
 
 @dataclass(slots=True)
 class SlotPair:
@@ -67,6 +72,14 @@ class SlotPair:
     write: int
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state that a launched step wrote and that is cached once the step is known to be good."""
+
+    length: int  # tokens the state has seen
+    slots: tuple[int, ...]  # per cache group; 0 for page groups
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The engine's mutable state of one completion of a request.
@@ -74,6 +87,7 @@ class Sequence:
     The counters are the only truth; what follows from them is a property. Tokens are counted from
     the first token of the prompt:
 
+        |<--- num_committed_tokens --->|   whose step has been read and is known to be good
         |<------------- num_computed_tokens ------------>|
         |<--- prompt --->|<------- known outputs ------->|<-- num_inflight -->|
         |<------------------ token_ids ----------------->|   sampled by a launched step, unread
@@ -92,6 +106,7 @@ class Sequence:
     token_ids: list[int]
     state: SequenceState = SequenceState.WAITING
 
+    num_committed_tokens: int = 0
     num_computed_tokens: int = 0  # in the caches, once all launched steps are done
     num_scheduled_tokens: int = 0  # of the step being built
     num_inflight: int = 0  # 0 or 1 whenever the scheduler looks; 2 while two steps are launched
@@ -102,6 +117,16 @@ class Sequence:
     num_pages: int = 0  # logical pages reached so far, the same in every page group
     pages: tuple[PageRun | None, ...] = ()  # per cache group; None for state groups
     slots: tuple[SlotPair | None, ...] = ()  # per cache group; None for page groups
+
+    prefix: Prefix | None = None  # what an admission would start from; pinned by its holder only
+    kept: Prefix | None = None  # a prefix that somebody holds for this sequence
+    stops: tuple[int, ...] = ()  # positions where a prefill chunk must end
+    is_good: bool = True  # no step since its admission came out wrong
+    may_share: bool = False  # some of what it would write to has other users or is cached
+    node: Node | None = None  # how far its tokens are in the prefix tree
+    checkpoints: deque[Checkpoint] = field(default_factory=deque)  # not committed yet
+    decode_checkpoint: Node | None = None  # the last one made while decoding
+    report: CacheReport | None = None  # of its first admission
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -170,6 +195,7 @@ class TokenEvent:
     stop_reason: int | str | None = None  # the stop token id or stop string that was found
     usage: Usage | None = None
     error: Exception | None = None  # set when finish_reason is "error"
+    cache: CacheReport | None = None  # on a completion's last event, if its prompt was computed
 
     @property
     def final(self) -> bool:
@@ -184,12 +210,14 @@ class GroupStats:
     name: str
     total: int
     used: int
-    peak: int
+    cached: int  # used by nobody but kept for reuse; evicted when nothing else is free
+    peak: int  # most ever used at once
+    fragmentation: float = 0.0  # share of the token places in used pages that hold no token
 
     @property
     def free(self) -> int:
-        """Ids that can be allocated now."""
-        return self.total - self.used
+        """Ids that hold nothing anybody wants."""
+        return self.total - self.used - self.cached
 
 
 @dataclass(frozen=True)
@@ -201,6 +229,8 @@ class EngineStats:
     steps: int
     preemptions: int
     compiles: int
+    prompt_tokens: int  # of admitted prompts
+    cached_tokens: int  # those of them that were not computed because the caches had them
     caches: tuple[GroupStats, ...]
 
 
@@ -284,6 +314,18 @@ class StepRunner(Protocol):
 
     def warmup(self, batches: "Iterable[StepBatch]") -> None:
         """Compiles the step for the bucket of each batch; the batches hold padding only."""
+        ...
+
+    def set_history(self, row: int, token_ids: SequenceOf[int]) -> None:
+        """Tells `row` its first tokens, which no step will feed because they are computed."""
+        ...
+
+    def copy(self, group: int, source: SequenceOf[int], target: SequenceOf[int]) -> None:
+        """Copies pages or slots of one cache group, before the next step."""
+        ...
+
+    def fill(self, group: int, ids: SequenceOf[int], value: float) -> None:
+        """Overwrites pages or slots of one cache group, before the next step."""
         ...
 
     def reset(self) -> None:

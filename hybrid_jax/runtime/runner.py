@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -14,11 +14,12 @@ from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.loading import LoadedModel, load_config, load_model
 from hybrid_jax.models.decoder import abstract_params
 from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput
+from hybrid_jax.runtime.memory import CarryMemory
 from hybrid_jax.runtime.mesh import Partitioner, make_mesh
 from hybrid_jax.runtime.processors import check_processors
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingRows, SamplingTable
 from hybrid_jax.runtime.step import ParameterLayout, StepSpec, init_carry, jit_step, make_step
-from hybrid_jax.specs import CacheGroup
+from hybrid_jax.specs import CacheGroup, StateSpec
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,9 @@ class Runner:
             eager=self._config.enforce_eager,
             sharded=self._partitioner is not None,
         )
+        self._memory = CarryMemory(
+            self._plan.groups, self._carry, sharded=self._partitioner is not None
+        )
 
     @property
     def config(self) -> EngineConfig:
@@ -120,6 +124,18 @@ class Runner:
         output, self._carry = self._step(self._leaves, self._carry, batch, sampling)
         return output
 
+    def copy(self, group: int, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copies pages of one cache group; steps launched from now on see it."""
+        self._carry = self._memory.copy(self._carry, group, source, target)
+
+    def fill(self, group: int, ids: Sequence[int], value: float) -> None:
+        """Overwrites pages or slots of one cache group; steps launched from now on see it."""
+        self._carry = self._memory.fill(self._carry, group, ids, value)
+
+    def set_history(self, row: int, token_ids: Sequence[int]) -> None:
+        """Tells `row` its first tokens, which no step will feed because they are computed."""
+        self._carry = self._memory.set_history(self._carry, row, token_ids)
+
     def reset(self) -> None:
         """Makes fresh caches after a step that failed, whatever happened to the old ones."""
         del self._carry  # or both would be in memory at once
@@ -140,6 +156,11 @@ class Runner:
         start = time.monotonic()
         for batch in batches:
             jax.block_until_ready(self.step(batch, self.sampling_rows.device()))
+        for group, shared in enumerate(self._plan.groups):
+            if not isinstance(shared.spec, StateSpec):
+                self.copy(group, [0], [0])
+            self.fill(group, [0], 0.0)
+        self.set_history(0, [0])
         logger.info("compiled %d steps in %.1f s", self._num_traces, time.monotonic() - start)
 
     def _fresh_carry(self) -> Carry:

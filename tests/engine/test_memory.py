@@ -72,7 +72,7 @@ def test_a_step_neither_copies_nor_converts_a_pool(
 ) -> None:
     """In the compiled step of a model with full, window and linear layers."""
     # Pools whose sizes appear nowhere else in the program.
-    runner = make_runner("lara_mini-untied", dtype, tmp_path, num_pages=4001)
+    runner = make_runner("lara_mini-untied", dtype, tmp_path, num_pages=4001, num_checkpoints=13)
     cache = CacheManager(runner.groups, runner.sizes, runner.config)
     builder = BatchBuilder(cache, runner.config, runner.model_config.vocab_size)
     batch = next(b for b in builder.padding_batches() if b.kind is kind)

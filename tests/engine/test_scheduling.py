@@ -4,6 +4,7 @@ import pytest
 
 from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.engine import Engine
+from hybrid_jax.engine.integrity import check_integrity
 from hybrid_jax.engine.scheduler import Schedule, Scheduler
 from hybrid_jax.engine.types import ReleaseReason, Request, Sequence, SequenceState
 from hybrid_jax.runtime.batch import StepBatch, StepKind, StepOutput
@@ -19,10 +20,14 @@ from tests.helpers.fake_runner import FULL, STATE, FakeRunner, window
 
 
 class HostOnly:
-    """A scheduler and its cache manager without an engine: steps are only counted."""
+    """A scheduler and its cache manager without an engine: steps are only counted.
+
+    Without a prefix cache, whose checkpoints end chunks as well.
+    """
 
     def __init__(self, pages: int, **options: object) -> None:
-        runner = FakeRunner((FULL, STATE), (pages + 1, 9), small_config(max_num_seqs=8, **options))
+        config = small_config(max_num_seqs=8, prefix_cache=False, **options)
+        runner = FakeRunner((FULL, STATE), (pages + 1, 9), config)
         self.cache = CacheManager(runner.groups, runner.sizes, runner.config)
         self.scheduler = Scheduler(
             self.cache, max_num_batched_tokens=runner.config.max_num_batched_tokens
@@ -44,7 +49,7 @@ class HostOnly:
             self.cache.advance(sequence)
             if sequence.num_computed_tokens == sequence.num_tokens:
                 sequence.token_ids.append(7)
-        self.cache.check_integrity(self.scheduler.running.values())
+        check_integrity(self.cache, self.scheduler.running.values())
         return plan
 
 
@@ -128,6 +133,8 @@ def test_an_older_prefill_takes_the_pages_of_a_row_already_scheduled() -> None:
     host.step()
     young = host.add(2, 4, max_tokens=20)
     # Admission leaves the old prompt its pages; here the young one got in all the same.
+    host.cache.prefixes.find(young)
+    host.cache.attach(young)
     assert host.cache.allocate(young, 28)
     host.scheduler.running[2] = host.scheduler.waiting.pop(2)
     young.state = SequenceState.RUNNING

@@ -5,7 +5,7 @@ device may, so a wrong table, a leaked slot or a buffer changed too early gives 
 it can prove wrong on the spot goes to `violations`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +165,7 @@ class FakeRunner:
                 self.cells[i] = np.full((count, self.sizes.page_size, 2), -1, np.int64)
         self.last_token = np.full(rows, -1, np.int64)
         self.history = np.full((rows, length), -1, np.int64)
-        self.pending: list[_Pending] = []
+        self.pending: list[_Pending | Callable[[], None]] = []
         self._lost = False
 
     def step(self, batch: StepBatch, sampling: Any) -> StepOutput:
@@ -181,9 +181,37 @@ class FakeRunner:
         names = ("tokens", "logprob", "top_ids", "top_logprobs", "finite", "owner_ok")
         return StepOutput(**{n: _Late(lambda n=n: self._read(step, n)) for n in names})  # type: ignore[arg-type]
 
+    def set_history(self, row: int, token_ids: Sequence[int]) -> None:
+        tokens = list(token_ids)
+
+        def run() -> None:
+            self.history[row] = -1
+            self.history[row, : len(tokens)] = tokens
+
+        self.pending.append(run)
+
+    def copy(self, group: int, source: Sequence[int], target: Sequence[int]) -> None:
+        def run() -> None:
+            self.cells[group][list(target)] = self.cells[group][list(source)]
+
+        self.pending.append(run)
+
+    def fill(self, group: int, ids: Sequence[int], value: float) -> None:
+        def run() -> None:
+            for id_ in ids:
+                if group in self.cells:
+                    self.cells[group][id_] = -1
+                else:
+                    self.states[group][id_] = None
+
+        self.pending.append(run)
+
     def _read(self, step: _Pending, name: str) -> np.ndarray:
         while step.results is None:
             first = self.pending.pop(0)
+            if not isinstance(first, _Pending):
+                first()
+                continue
             if first.error is not None:
                 self.pending.clear()
                 self._lost = True

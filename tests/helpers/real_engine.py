@@ -209,7 +209,7 @@ def poison(engine: Engine, runner: Runner) -> None:
 
 
 def _free_ids(pool: Any, count: int) -> np.ndarray:
-    return np.array([k >= pool.size or pool.users(k) == 0 for k in range(count)])
+    return np.array([k >= pool.size or pool.is_free(k) for k in range(count)])
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
