@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.types import Request
 from hybrid_jax.errors import InvalidRequest
+from hybrid_jax.fields import shown
 from hybrid_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class RequestValidator:
         low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= self.vocab_size:
             raise InvalidRequest(
-                f"token id {low if low < 0 else high} is outside the vocabulary "
+                f"token id {shown(low if low < 0 else high)} is outside the vocabulary "
                 f"[0, {self.vocab_size}); encode the prompt with this model's tokenizer"
             )
 
@@ -82,7 +83,8 @@ class RequestValidator:
             if name not in self.logits_processors:
                 known = ", ".join(sorted(self.logits_processors)) or "none"
                 raise InvalidRequest(
-                    f"logits processor {name!r} is not registered with the engine; known: {known}"
+                    f"logits processor {name!r} is not registered with the engine; give it as "
+                    f"LLM(logits_processors=...) or use a known one: {known}"
                 )
         if params.stop and not (self.has_tokenizer and params.detokenize):
             raise InvalidRequest(

@@ -5,7 +5,8 @@ with the 1 already added. Neither architecture has permuted projections (those o
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybrid_jax.errors import ModelError
+from hybrid_jax.fields import reason, shown
 from hybrid_jax.loading.gguf_file import GGUFFile
 
 if TYPE_CHECKING:
@@ -59,12 +61,12 @@ class GGUFSource:
         self.path = path
         self.file = GGUFFile(path)
         name = self.file.metadata.get("general.architecture")
-        if name not in ARCHITECTURES:
+        if not isinstance(name, str) or name not in ARCHITECTURES:
             raise ModelError(
-                f"{str(path)!r} has GGUF architecture {name!r}, which is not supported; "
+                f"{str(path)!r} has GGUF architecture {shown(name)}, which is not supported; "
                 f"supported: {', '.join(sorted(ARCHITECTURES))}"
             )
-        if self.file.metadata.get("split.count", 1) > 1:
+        if self.file.metadata.get("split.count", 1) not in (0, 1):
             raise ModelError(
                 f"{str(path)!r} is one part of a split model; join the parts with llama.cpp's "
                 "gguf-split --merge"
@@ -76,14 +78,11 @@ class GGUFSource:
         """An equivalent of config.json, from the metadata.
 
         Raises:
-            ModelError: the metadata lacks a key that the architecture needs.
+            ModelError: the metadata lack a key that the architecture needs, or hold another kind
+                of value for it.
         """
-        try:
+        with _misfits_named(self.path):
             return self._architecture.config(self.file)
-        except KeyError as error:
-            raise ModelError(
-                f"{str(self.path)!r} lacks {error.args[0]!r}; convert it again"
-            ) from error
 
     def names(self) -> Collection[str]:
         """Hub names of all tensors; a tensor with no such name keeps its own."""
@@ -100,13 +99,14 @@ class GGUFSource:
         """The tokenizer that the metadata describe; None when they hold no vocabulary.
 
         Raises:
-            ModelError: it is of a kind that is not supported.
+            ModelError: it is of a kind that is not supported, or contradicts itself.
         """
         if "tokenizer.ggml.tokens" not in self.file.metadata:
             return None
         from hybrid_jax.loading.gguf_tokenizer import build_tokenizer
 
-        return build_tokenizer(self.path, self.file.metadata)
+        with _misfits_named(self.path):
+            return build_tokenizer(self.path, self.file.metadata)
 
     def _hub_name(self, name: str) -> str:
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
@@ -115,6 +115,21 @@ class GGUFSource:
         layer, leaf, kind = match.groups()
         hub = (_LAYER | self._architecture.norms).get(leaf)
         return name if hub is None else f"model.layers.{layer}.{hub}.{kind}"
+
+
+@contextmanager
+def _misfits_named(path: Path) -> Iterator[None]:
+    """Turns what reading odd metadata raises into a ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except KeyError as error:
+        raise ModelError(f"{str(path)!r} lacks {error.args[0]!r}; convert it again") from error
+    except Exception as error:  # the tokenizers library raises nothing more precise
+        raise ModelError(
+            f"{str(path)!r} has metadata that do not fit ({reason(error)}); convert it again"
+        ) from error
 
 
 def _common_config(file: GGUFFile, prefix: str) -> dict[str, Any]:

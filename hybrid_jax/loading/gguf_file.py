@@ -60,10 +60,12 @@ class GGUFFile:
         try:
             self._data = np.memmap(path, np.uint8, mode="r")
         except (OSError, ValueError) as error:  # ValueError: an empty file
-            raise ModelError(f"{str(path)!r} cannot be read ({error})") from error
+            raise ModelError(
+                f"{str(path)!r} cannot be read ({error}); download it again"
+            ) from error
         cursor = _Cursor(path, self._data.data)
         if cursor.take("4s") != b"GGUF":
-            raise ModelError(f"{str(path)!r} is not a GGUF file")
+            raise ModelError(f"{str(path)!r} is not a GGUF file; give one, or a directory")
         version = cursor.take("I")
         if version not in (2, 3):
             raise ModelError(

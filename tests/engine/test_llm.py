@@ -2,13 +2,15 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import Request
-from hybrid_jax.errors import EngineDead, InvalidRequest
+from hybrid_jax.errors import EngineDead, InvalidRequest, ModelError
 from hybrid_jax.llm import LLM
 from hybrid_jax.sampling_params import SamplingParams
 from hybrid_jax.tokenizer import HFTokenizer, load_tokenizer
@@ -193,7 +195,23 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "large id": ([[3], [4, 97]], None, "token id 97"),
     "negative id": ([-1], None, "token id -1"),
     "too long": ([3] * 64, None, "max_model_len is 64"),
-    "not ids": ([[3, "x"]], None, "list of integers"),
+    "not ids": ([[3, "x"]], None, "token 1 of the prompt must be an integer, got 'x'; give"),
+    "half a token": ([3, 4.0], None, "token 1 .* got 4.0"),
+    "a bool": ([True, 3], None, "token 0 .* got True"),
+    "an array of floats": (np.ones(3), None, "token 0 .* got 1.0"),
+    "a scalar array": (np.array(5), None, "prompts must be a string, .* got 5"),
+    "a number": (5, None, "prompts must be a string, .* got 5"),
+    "nothing": (None, None, "prompts must be a string, .* got None"),
+    "bytes": (b"hello", None, "prompts must be a string, .* got b'hello'"),
+    "a dict": ({"prompt": "x"}, None, "prompts must be a string"),
+    "a set": ({3, 4}, None, "prompts must be a string"),
+    "text and number": (["hello", 5], None, "a prompt must be a string or token ids, got 5"),
+    "nested": ([[[3]]], None, r"token 0 of the prompt must be an integer, got \[3\]"),
+    "huge id": ([10**5000], None, "token id one int is outside"),
+    "params is a dict": ([3], {"n": 1}, "sampling_params must be SamplingParams or a list"),
+    "params is a number": ([3], 5, "sampling_params must be SamplingParams .* got 5"),
+    "params is text": ([3], "greedy", "sampling_params must be SamplingParams .* got 'greedy'"),
+    "no params in a list": ([[3], [4]], [SamplingParams(), None], r"params\[1\] must .* got None"),
     "params": ([[3], [4]], [SamplingParams()], "1 sampling params for 2 prompts"),
     "logprobs": ([3], SamplingParams(logprobs=99), "max_logprobs"),
 }
@@ -203,12 +221,70 @@ BAD: dict[str, tuple[Any, Any, str]] = {
 def test_a_bad_prompt_starts_nothing(name: str) -> None:
     prompts, params, words = BAD[name]
     llm, engine, runner = make(ascii_tokenizer())
-    with pytest.raises(InvalidRequest, match=words):
+    with pytest.raises(InvalidRequest, match=words) as caught:
         llm.generate(prompts, params)
+    assert "\n" not in str(caught.value)
     if name in ("large id", "not ids", "too long"):
         with pytest.raises(InvalidRequest, match=words):
             llm.stream(prompts[-1] if isinstance(prompts[0], list) else prompts)
     assert engine.stats().steps == 0
+    assert_baseline(engine, runner)
+
+
+def test_arrays_and_generators_are_prompts() -> None:
+    llm, _, _ = make()
+    expected = [oracle([3, 4], greedy(5)), oracle([5, 6], greedy(5))]
+    for prompts in (np.array([[3, 4], [5, 6]]), [np.array([3, 4]), (5, 6)], iter([[3, 4], [5, 6]])):
+        outputs = llm.generate(prompts, [greedy(5), greedy(5)], use_tqdm=False)  # type: ignore[arg-type]
+        assert [o.outputs[0].token_ids for o in outputs] == expected
+    (output,) = llm.generate(jnp.array([3, 4]), greedy(5), use_tqdm=False)  # type: ignore[arg-type]
+    assert output.prompt_token_ids == [3, 4] and output.outputs[0].token_ids == expected[0]
+
+
+MESSAGES: dict[str, tuple[Any, str]] = {
+    "a message": ({"role": "user", "content": "hi"}, "messages must be a list of .* got {'role'"),
+    "text": ("hello", "messages must be a list of .* got 'hello'"),
+    "nothing": (None, "messages must be a list of .* got None"),
+    "empty": ([], "conversation is empty"),
+    "an empty one of two": ([[{"role": "user", "content": "hi"}], []], "conversation is empty"),
+    "texts": (["hello"], "messages must be a list of .* got 'hello'"),
+    "no role": ([{}], "message 0 must have a role, got None; use 'user'"),
+    "no content": ([{"role": "user"}], "content of message 0 must be text, got None"),
+    "a number": ([{"role": "user", "content": 5}], "content of message 0 must be text, got 5"),
+    "second": ([{"role": "user", "content": "hi"}, "x"], "message 1 must have role and content"),
+    "role": ([{"role": 1, "content": "hi"}], "message 0 must have a role, got 1"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_bad_conversation_starts_nothing(name: str) -> None:
+    messages, words = MESSAGES[name]
+    llm, engine, runner = make(ascii_tokenizer())
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        llm.chat(messages)
+    assert "\n" not in str(caught.value)
+    assert engine.stats().steps == 0
+    assert_baseline(engine, runner)
+
+
+@pytest.mark.parametrize(
+    ("template", "args", "words"),
+    [
+        ("{{ raise_exception('two\nlines') }}", {}, r"\(two lines\); change them or the template"),
+        ("{{ messages[0].content + 1 }}", {}, "refuses these messages"),
+        ("{{ messages[0]['name'].first }}", {}, "no attribute 'name'"),
+        ("{% for %}", {}, "refuses these messages"),
+        ("{{ tools | length }}", {"tools": 5}, "refuses these messages"),
+        ("a", {"tokenize": True}, "multiple values for keyword argument 'tokenize'"),
+        ("", {"chat_template": "{% if %}"}, "no chat template"),
+        ("{% if false %}a{% endif %}", {}, "made '' of these messages"),
+    ],
+)
+def test_what_a_template_refuses_is_one_sentence(template: str, args: Any, words: str) -> None:
+    llm, engine, runner = make(ascii_tokenizer(template))
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        llm.chat([{"role": "user", "content": "hi"}], **args)
+    assert "\n" not in str(caught.value)
     assert_baseline(engine, runner)
 
 
@@ -247,6 +323,42 @@ def test_a_closed_llm_says_so() -> None:
     assert_baseline(engine, runner)
     with pytest.raises(EngineDead, match="closed"):
         llm.generate([3, 4], greedy(5), use_tqdm=False)
+
+
+def test_no_progress_bar_is_left_behind_by_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, _, _ = make()
+    llm.close()
+    with pytest.raises(EngineDead):
+        llm.generate([3, 4], greedy(5))
+    assert capsys.readouterr().err.strip() == ""
+    llm, _, runner = make()
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    runner.launch_error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([3, 4], greedy(5))
+    shown = capsys.readouterr().err
+    assert "0/1" in shown and shown.endswith("\r\x1b[1A\x1b[2K")  # one line up, and erased
+
+
+def test_a_tokenizer_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizer must be an HFTokenizer, got 'gpt2'; make one"):
+        LLM("no model is looked for", tokenizer="gpt2")  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_does_not_depend_on_config_json(tmp_path: Any) -> None:
+    """transformers would hold every field of it against the model's class."""
+    ascii_tokenizer().hf.save_pretrained(tmp_path)
+    for text in ('{"model_type": "qwen3", "hidden_size": "x", "layer_types": 3}', "[]", "{"):
+        (tmp_path / "config.json").write_text(text)
+        loaded = load_tokenizer(tmp_path)
+        assert loaded is not None and loaded.decode(loaded.encode("to be")) == "to be"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="tokenizer of .* cannot be read .*; copy its files") as e:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(e.value)
 
 
 def test_a_saved_tokenizer_loads_and_a_directory_without_one_is_none(tmp_path: Any) -> None:

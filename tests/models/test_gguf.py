@@ -13,6 +13,7 @@ from hybrid_jax.errors import ModelError
 from hybrid_jax.generate import dense_logits
 from hybrid_jax.loading import load_model
 from hybrid_jax.loading.gguf import GGUFSource
+from hybrid_jax.models import config_from_hf
 from tests.helpers import tiny
 
 gguf = pytest.importorskip("gguf")
@@ -204,6 +205,38 @@ def test_tokenizers_that_cannot_be_built(tmp_path: Path) -> None:
     write_gguf(tmp_path / "other.gguf", "qwen3", extra=other)
     with pytest.raises(ModelError, match="tokenizer of kind 'rwkv'"):
         GGUFSource(tmp_path / "other.gguf").tokenizer()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_any_value_in_any_metadata_is_accepted_or_refused(tmp_path: Path, kind: str) -> None:
+    """Values of other types, missing keys and ids that name no token: a ModelError or a result."""
+
+    def chat(writer: Any) -> None:
+        writer.add_tokenizer_model(kind)
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(["<eos>", "<end_of_turn>", "a", "b", "ab"])
+        writer.add_token_types([3, 3, 1, 1, 1])
+        writer.add_token_scores([0.0] * 5)
+        writer.add_token_merges(["a b"])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(0)
+        writer.add_chat_template("{{ messages }}")
+
+    write_gguf(tmp_path / "model.gguf", "gemma3", extra=chat)
+    source, refused = GGUFSource(tmp_path / "model.gguf"), 0
+    metadata = source.file.metadata
+    assert source.tokenizer() is not None and config_from_hf(source.config())
+    for key, value in list(metadata.items()):
+        for other in (None, -1, 0, 99, 0.5, "x", ["x"], [5], np.arange(3), np.array("x"), True):
+            metadata[key] = other
+            for read in (lambda: config_from_hf(source.config()), source.tokenizer):
+                try:
+                    read()
+                except ModelError as error:
+                    refused += 1
+                    assert "\n" not in str(error)
+        metadata[key] = value
+    assert refused > 100
 
 
 def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

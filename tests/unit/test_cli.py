@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from hybrid_jax.generate import generate
 from hybrid_jax.loading import load_model
+from pallas_kernels import registry
 from serving import cli
 from tests.helpers import tiny
 from tests.helpers.text import byte_tokenizer
@@ -52,9 +53,13 @@ def broken(tmp_path: Path) -> Path:
     return tiny.write_checkpoint("lara_mini-untied", tmp_path / "broken", seed=0)
 
 
+def change_json(path: Path, **changes: object) -> None:
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | changes))
+
+
 def change_config(directory: Path, **changes: object) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    change_json(directory / "config.json", **changes)
 
 
 def change_tensors(directory: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
@@ -125,6 +130,11 @@ def header_cut(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:50])
 
 
+def deep_header(directory: Path) -> None:
+    header = b"[" * 100_000
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def misfit(tensors: dict[str, np.ndarray]) -> None:
     del tensors["model.norm.weight"]
     tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((3, 64), np.float32)
@@ -176,6 +186,34 @@ BROKEN: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "missing field": (
         lambda d: change_config(d, hidden_size=None),
         ["'hidden_size'", "add it"],
+    ),
+    "field of the wrong type": (
+        lambda d: change_config(d, num_attention_heads="abc"),
+        ["num_attention_heads of config.json must be an integer, got 'abc'; correct it"],
+    ),
+    "negative size": (
+        lambda d: change_config(d, intermediate_size=-1, vocab_size=-5),
+        ["vocab_size of config.json must be at least 1, got -5"],
+    ),
+    "deep JSON": (
+        lambda d: (d / "config.json").write_text("[" * 100_000),  # type: ignore[func-returns-value]
+        ["config.json' is not readable as JSON", "copy it again"],
+    ),
+    "number too long": (
+        lambda d: (d / "config.json").write_text('{"vocab_size": ' + "9" * 5000 + "}"),  # type: ignore[func-returns-value]
+        ["config.json' is not readable as JSON"],
+    ),
+    "deep header": (
+        deep_header,
+        ["model.safetensors' is truncated or not a safetensors file", "download it"],
+    ),
+    "odd stop tokens": (
+        lambda d: change_json(d / "generation_config.json", eos_token_id=["</s>"]),
+        ["eos_token_id of generation_config.json must be an integer, got '</s>'; correct it"],
+    ),
+    "far too many stop tokens": (
+        lambda d: change_json(d / "generation_config.json", eos_token_id=list(range(100))),
+        ["eos_token_id of generation_config.json must have at most 32 items, got 100"],
     ),
     "tensors": (
         lambda d: change_tensors(d, misfit),
@@ -233,6 +271,13 @@ OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "too many devices": (["--tensor-parallel-size", "99"], ["99", "XLA_FLAGS"]),
     "no device": (["--tensor-parallel-size", "0"], ["tensor_parallel_size", "at least 1"]),
     "model length": (["--max-model-len", "-3"], ["max_model_len", "-3"]),
+    "more than the model": (["--max-model-len", "99999"], ["99999", "use at most 1024"]),
+    "no number": (["--max-tokens", "abc"], ["--max-tokens", "integer", "; see hybrid-jax --help"]),
+    "no such option": (["--frob"], ["No such option", "--frob", "; see hybrid-jax --help"]),
+    "huge number": (["--max-tokens", "9" * 30], ["max_tokens must be at most", "lower it"]),
+    "no pair": (["--implementation", "frob"], ["must be op=name, got 'frob'"]),
+    "no such op": (["--implementation", "frob=x"], ["unknown op 'frob'; known: "]),
+    "wrong chip": (["--implementation", "paged_attention=mosaic_tpu"], ["is for TPU"]),
     "prompt too long": (["--max-model-len", "4"], ["5 tokens but max_model_len is 4", "shorten"]),
 }
 
@@ -259,8 +304,20 @@ def test_an_empty_prompt_and_text_without_a_tokenizer_are_refused(
 def test_help_and_unknown_commands(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0 and all(name in out for name in ("generate", "inspect", "convert"))
-    code, _, err = run("frobnicate")
-    assert code == 2 and "No such command" in err and "Traceback" not in err
+    code, out, _ = run()
+    assert code == 2 and "Usage" in out
+    for arguments in (["frobnicate"], ["inspect"], ["convert", "x"], ["inspect", "x", "y"]):
+        code, out, err = run(*arguments)
+        assert code == 2 and is_one_sentence(err) and out == ""
+
+
+def test_an_implementation_can_be_named(run: Run, model: Path) -> None:
+    named = ("--implementation", "paged_attention=reference")
+    named += ("--implementation", "gated_delta_rule=reference")
+    out = expected(model, "to be")
+    assert run("generate", "to be", "--model", model, *named, *SHORT) == (0, out, "")
+    chosen = {s.op for s in registry.report() if s.forced and s.implementation == "reference"}
+    assert {"paged_attention", "gated_delta_rule"} <= chosen
 
 
 def test_the_process_ends_with_code_2_and_no_traceback(tmp_path: Path) -> None:
