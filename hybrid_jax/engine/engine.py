@@ -123,10 +123,7 @@ class Engine:
         self._events: list[TokenEvent] = []
         self._num_steps = 0
         self._dead: EngineDead | None = None
-        if config.implementations:  # else one that cannot run would fail every request
-            runner.trace(self._builder.padding_batches())
-        if config.warmup:
-            runner.warmup(self._builder.padding_batches())
+        runner.prepare(self._builder.padding_batches())
 
     @property
     def chunk_limit(self) -> ChunkLimit:

@@ -308,12 +308,12 @@ class StepRunner(Protocol):
         """Launches one step and returns without waiting for its results."""
         ...
 
-    def trace(self, batches: "Iterable[StepBatch]") -> None:
-        """Raises ValueError if the step cannot be built for the bucket of a batch of padding."""
-        ...
+    def prepare(self, batches: "Iterable[StepBatch]") -> None:
+        """Called once, with padding for every bucket: compiles or checks what config says.
 
-    def warmup(self, batches: "Iterable[StepBatch]") -> None:
-        """Compiles the step for the bucket of each batch; the batches hold padding only."""
+        Raises:
+            ValueError: an implementation that `config.implementations` names cannot run.
+        """
         ...
 
     def set_history(self, row: int, token_ids: SequenceOf[int]) -> None:

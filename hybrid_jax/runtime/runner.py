@@ -141,27 +141,28 @@ class Runner:
         del self._carry  # or both would be in memory at once
         self._carry = self._fresh_carry()
 
-    def trace(self, batches: Iterable[StepBatch]) -> None:
-        """Traces the step for each of `batches`, computing and compiling nothing.
+    def prepare(self, batches: Iterable[StepBatch]) -> None:
+        """Readies the buckets of `batches`, which must hold padding only.
+
+        `config.warmup` compiles them. Otherwise, if `config.implementations` names any, they are
+        only traced: one that cannot run would fail every request.
 
         Raises:
             ValueError: an implementation that `config.implementations` names cannot run.
         """
-        sampling = self.sampling_rows.device()
-        for batch in batches:
-            jax.eval_shape(self._traced, self._leaves, self._carry, batch, sampling)
-
-    def warmup(self, batches: Iterable[StepBatch]) -> None:
-        """Compiles the bucket of each of `batches`, which must hold padding only."""
-        start = time.monotonic()
-        for batch in batches:
-            jax.block_until_ready(self.step(batch, self.sampling_rows.device()))
-        for group, shared in enumerate(self._plan.groups):
-            if not isinstance(shared.spec, StateSpec):
-                self.copy(group, [0], [0])
-            self.fill(group, [0], 0.0)
-        self.set_history(0, [0])
-        logger.info("compiled %d steps in %.1f s", self._num_traces, time.monotonic() - start)
+        sampling, start = self.sampling_rows.device(), time.monotonic()
+        if self._config.warmup:
+            for batch in batches:
+                jax.block_until_ready(self.step(batch, sampling))
+            for group, shared in enumerate(self._plan.groups):
+                if not isinstance(shared.spec, StateSpec):
+                    self.copy(group, [0], [0])
+                self.fill(group, [0], 0.0)
+            self.set_history(0, [0])
+            logger.info("compiled %d steps in %.1f s", self._num_traces, time.monotonic() - start)
+        elif self._config.implementations:
+            for batch in batches:
+                jax.eval_shape(self._traced, self._leaves, self._carry, batch, sampling)
 
     def _fresh_carry(self) -> Carry:
         return init_carry(

@@ -143,11 +143,8 @@ class FakeRunner:
     def num_compiles(self) -> int:
         return len(self.shapes)
 
-    def trace(self, batches: Iterable[StepBatch]) -> None:
-        raise AssertionError("no implementation was forced")
-
-    def warmup(self, batches: Iterable[StepBatch]) -> None:
-        for batch in batches:
+    def prepare(self, batches: Iterable[StepBatch]) -> None:
+        for batch in batches if self.config.warmup else ():
             self._run(_Pending(batch, {}))
 
     def reset(self) -> None:
