@@ -8,5 +8,6 @@ from hybrid_jax.loading import LoadedModel as LoadedModel
 from hybrid_jax.loading import load_model as load_model
 from hybrid_jax.runtime.step import init_carry as init_carry
 from hybrid_jax.sampling_params import SamplingParams as SamplingParams
+from hybrid_jax.structured import StructuredOutput as StructuredOutput
 
 __version__ = "0.1.0"

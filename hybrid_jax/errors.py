@@ -25,6 +25,10 @@ class NonFiniteLogits(HybridJaxError):
     """A sequence's logits held NaN or Inf. The sequence was ended."""
 
 
+class GrammarError(HybridJaxError):
+    """A completion cannot go on in the grammar its request asked for. The completion was ended."""
+
+
 class StepFailed(HybridJaxError):
     """The step that a sequence took part in raised. The sequence was ended."""
 

@@ -27,6 +27,7 @@ from hybrid_jax.prompts import (
 )
 from hybrid_jax.runtime.sampling import LogitsProcessor
 from hybrid_jax.sampling_params import SamplingParams
+from hybrid_jax.structured import GrammarCompiler
 from hybrid_jax.tokenizer import HFTokenizer, load_tokenizer
 
 
@@ -317,7 +318,11 @@ def connect(
     loaded = open_model(model, dtype=dtype, config=config)
     runner = Runner(loaded, config, processors=logits_processors)
     tokenizer = find_tokenizer(loaded.source)
-    return Engine(runner, tokenizer, stop_ids=loaded.stop_ids), tokenizer
+    grammars = None
+    if tokenizer is not None:
+        grammars = GrammarCompiler(tokenizer.hf, loaded.config.vocab_size, loaded.stop_ids)
+    engine = Engine(runner, tokenizer, stop_ids=loaded.stop_ids, grammars=grammars)
+    return engine, tokenizer
 
 
 def find_tokenizer(source: Path) -> HFTokenizer | None:

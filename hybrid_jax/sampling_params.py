@@ -15,6 +15,7 @@ from hybrid_jax.fields import (
     shown,
     tuple_of,
 )
+from hybrid_jax.structured import StructuredOutput
 
 MAX_COMPLETIONS = 128
 MAX_STOP_STRINGS = 16
@@ -73,6 +74,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: none; 0: of the sampled token; k: and of the top k
     logit_bias: Mapping[int, float] = field(default_factory=FrozenBias)
     logits_processors: tuple[str, ...] | list[str] = ()  # names registered with the engine
+    structured: StructuredOutput | None = None  # what the text must look like; None: anything
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -111,6 +113,12 @@ def _processor_name(name: str, value: Any) -> str:
     return value
 
 
+def _structured(name: str, value: Any) -> StructuredOutput:
+    if not isinstance(value, StructuredOutput):
+        raise ValueError(f"{name} must be a StructuredOutput, got {shown(value)}; make one of it")
+    return value
+
+
 def _logit_bias(name: str, value: Any) -> FrozenBias:
     """A frozen copy of `value`, with the string keys of JSON objects turned into ids."""
     if not isinstance(value, Mapping):
@@ -146,6 +154,7 @@ _CHECKS: dict[str, Check] = {
     "logprobs": or_none(integer(0, INT32_MAX, "use None for no log probabilities")),
     "logit_bias": _logit_bias,
     "logits_processors": tuple_of(_processor_name, most=MAX_LOGITS_PROCESSORS),
+    "structured": or_none(_structured),
     "detokenize": boolean,
     "skip_special_tokens": boolean,
     "include_stop_str_in_output": boolean,

@@ -11,7 +11,7 @@ from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.scheduler import Schedule
 from hybrid_jax.engine.types import Sequence
 from hybrid_jax.errors import IntegrityError
-from hybrid_jax.runtime.batch import StepBatch, StepKind
+from hybrid_jax.runtime.batch import StepBatch, StepKind, TokenMasks
 
 if TYPE_CHECKING:
     from hybrid_jax.config import EngineConfig
@@ -83,7 +83,7 @@ class BatchBuilder:
             "counts": np.array((num_decode, num_rows), np.int32),
             "tables": tables,
         }
-        return StepBatch(**arrays, kind=kind)
+        return StepBatch(**arrays, kind=kind, masks=self._masks(sequences, size))
 
     def padding_batches(self) -> Iterator[StepBatch]:
         """One batch without rows per bucket: what a runner warms up with."""
@@ -130,6 +130,23 @@ class BatchBuilder:
                 slots: Any = (group.read[row_ids], group.write[row_ids], read_owners, owners)
                 tables.append(StateSlots(*slots))
         return tuple(tables)
+
+    def _masks(self, sequences: list[Sequence], size: int) -> TokenMasks | None:
+        """What the rows that sample in this step may sample; None when any of them anything."""
+        matchers = {
+            row: s.matcher
+            for row, s in enumerate(sequences)
+            if s.matcher is not None
+            and s.num_computed_tokens + s.num_scheduled_tokens == s.num_tokens
+        }
+        if not matchers:
+            return None
+        constrained: Any = np.zeros(size, np.bool_)
+        allowed: Any = np.zeros((size, -(-self._vocab_size // 32)), np.int32)
+        for row, matcher in matchers.items():
+            constrained[row] = True
+            allowed[row] = matcher.allowed
+        return TokenMasks(constrained, allowed)
 
     def _check(
         self,

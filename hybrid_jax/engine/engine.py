@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,8 +38,10 @@ from hybrid_jax.errors import (
     StepFailed,
 )
 from hybrid_jax.sampling_params import SamplingParams
+from hybrid_jax.structured import GrammarCompiler, TokenMatcher
 
 if TYPE_CHECKING:
+    from hybrid_jax.cache.arrays import CacheSizes
     from hybrid_jax.runtime.batch import StepOutput
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,11 @@ class _InFlight:
     rows: list[tuple[Sequence, int, bool]]
     output: "StepOutput"
 
+    @property
+    def constrains(self) -> bool:
+        """Whether its tokens decide what a row of the next step may sample."""
+        return any(samples and sequence.matcher is not None for sequence, _, samples in self.rows)
+
 
 class Engine:
     """Runs many requests on one runner. Host only; reads device arrays when a step is finished.
@@ -80,6 +87,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         *,
         stop_ids: Collection[int] | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Takes ownership of `runner`, whose config is resolved.
 
@@ -87,16 +95,13 @@ class Engine:
             runner: runs the steps.
             tokenizer: makes text of tokens; None: events have no text.
             stop_ids: tokens that end a completion; None: the model's `eos_token_ids`.
+            grammars: for structured output; None: such requests are refused.
 
         Raises:
             ModelError: a cache group has no room for a single token.
         """
         config, model = runner.config, runner.model_config
-        if min(runner.sizes.counts, default=2) < 2:
-            raise ModelError(
-                f"cache groups of {runner.sizes.counts} pages or slots leave one with nothing but "
-                "its null id; raise num_pages or cache_bytes"
-            )
+        _check_sizes(runner.sizes)
         self._runner = runner
         self._sampling = runner.sampling_rows
         stop_ids = tuple(model.eos_token_ids if stop_ids is None else stop_ids)
@@ -113,7 +118,7 @@ class Engine:
         self._outputs = OutputProcessor(tokenizer, stop_ids)
         processors = self._sampling.processors
         self._validator = RequestValidator(
-            config, model.vocab_size, self._cache, tokenizer is not None, processors
+            config, model.vocab_size, self._cache, tokenizer is not None, processors, grammars
         )
         self._lock = threading.RLock()  # guards _requests, _inbox and _num_arrivals
         self._requests: dict[str, list[Sequence]] = {}  # not ended yet
@@ -162,6 +167,7 @@ class Engine:
                 max_tokens=max_tokens,
                 first_arrival=self._num_arrivals + 1,
                 engine_seed=self._config.seed,
+                make_matcher=self._validator.matcher,
             )
             self._num_arrivals += len(sequences)
             self._requests[request.request_id] = sequences
@@ -187,6 +193,9 @@ class Engine:
         """
         try:
             self.drain_inbox()
+            if self._in_flight is not None and self._in_flight.constrains:
+                step, self._in_flight = self._in_flight, None
+                self._finish(step)
             step = self._launch()
             if self._config.run_ahead:
                 step, self._in_flight = self._in_flight, step
@@ -366,8 +375,21 @@ class Engine:
         return queued + len(self._scheduler.waiting)
 
 
+def _check_sizes(sizes: "CacheSizes") -> None:
+    if min(sizes.counts, default=2) < 2:
+        raise ModelError(
+            f"cache groups of {sizes.counts} pages or slots leave one with nothing but its null "
+            "id; raise num_pages or cache_bytes"
+        )
+
+
 def _make_sequences(
-    request: Request, *, max_tokens: int, first_arrival: int, engine_seed: int
+    request: Request,
+    *,
+    max_tokens: int,
+    first_arrival: int,
+    engine_seed: int,
+    make_matcher: Callable[[SamplingParams], TokenMatcher | None],
 ) -> list[Sequence]:
     """One waiting sequence per completion, with consecutive seeds."""
     seed = _seed(request.params, engine_seed, first_arrival)
@@ -380,6 +402,7 @@ def _make_sequences(
             seed=(seed + index) % 2**32,
             max_tokens=max_tokens,
             token_ids=list(request.prompt_token_ids),
+            matcher=make_matcher(request.params),
         )
         for index in range(request.params.n)
     ]

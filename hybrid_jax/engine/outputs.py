@@ -54,12 +54,16 @@ class OutputProcessor:
             ends, stop_reason = True, token_id
         elif may_stop and token_id in self._eos and not params.ignore_eos:
             ends = True
+        complete = False
+        if sequence.matcher is not None and not ends:
+            sequence.matcher.accept(token_id)
+            complete = sequence.matcher.finished
         # The token that ends a completion is no part of its text, unless asked for.
         if stream is not None and (not ends or params.include_stop_str_in_output):
             text, stop_string = stream.push(token_id, may_stop=may_stop)
             if stop_string is not None:
                 return self._event(sequence, (token_id,), text, logprob, "stop", stop_string)
-        reason: FinishReason | None = "stop" if ends else None
+        reason: FinishReason | None = "stop" if ends or complete else None
         if reason is None and sequence.num_output_tokens >= sequence.max_tokens:
             reason = "length"
         if reason is not None and stream is not None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hybrid_jax.runtime.batch import StepBatch, StepOutput
     from hybrid_jax.runtime.sampling import SamplingTable
     from hybrid_jax.specs import CacheGroup
+    from hybrid_jax.structured import TokenMatcher
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_UID = 2**31 - 1
@@ -104,6 +105,7 @@ class Sequence:
     seed: int
     max_tokens: int  # params.max_tokens, clamped to max_model_len
     token_ids: list[int]
+    matcher: "TokenMatcher | None" = None  # knows all of token_ids; None: not constrained
     state: SequenceState = SequenceState.WAITING
 
     num_committed_tokens: int = 0

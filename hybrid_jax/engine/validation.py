@@ -9,6 +9,7 @@ from hybrid_jax.engine.types import Request
 from hybrid_jax.errors import InvalidRequest
 from hybrid_jax.fields import shown
 from hybrid_jax.sampling_params import SamplingParams
+from hybrid_jax.structured import GrammarCompiler, TokenMatcher
 
 if TYPE_CHECKING:
     from hybrid_jax.config import EngineConfig
@@ -23,6 +24,7 @@ class RequestValidator:
     cache: CacheManager
     has_tokenizer: bool
     logits_processors: Collection[str] = ()
+    grammars: GrammarCompiler | None = None
 
     def check(self, request: Request) -> int:
         """The request's max_tokens, clamped to what fits into max_model_len.
@@ -42,6 +44,17 @@ class RequestValidator:
                 "shorten the prompt, lower max_tokens or raise num_pages"
             )
         return max_tokens
+
+    def matcher(self, params: SamplingParams) -> TokenMatcher | None:
+        """What holds one completion to `params.structured`. Raises InvalidRequest."""
+        if params.structured is None:
+            return None
+        if self.grammars is None:
+            raise InvalidRequest(
+                f"structured output ({params.structured.source[0]}) needs a tokenizer and this "
+                "model has none; leave it out"
+            )
+        return self.grammars.matcher(params.structured, may_end=not params.ignore_eos)
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         limit = self.config.max_model_len
@@ -86,6 +99,7 @@ class RequestValidator:
                     f"logits processor {name!r} is not registered with the engine; give it as "
                     f"LLM(logits_processors=...) or use a known one: {known}"
                 )
+        self.matcher(params)
         if params.stop and not (self.has_tokenizer and params.detokenize):
             raise InvalidRequest(
                 f"stop strings {list(params.stop)} need text, and this request makes none; use "

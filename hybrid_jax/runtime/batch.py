@@ -22,6 +22,15 @@ class StepKind(Enum):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class TokenMasks:
+    """Which tokens the rows of a batch may sample. V is the size of the vocabulary."""
+
+    constrained: jax.Array  # bool[S]; where false, any token
+    allowed: jax.Array  # i32[S, ceil(V / 32)] bit v % 32 of word v // 32 is token v
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StepBatch:
     """One ragged batch, padded to a bucket: decode rows, then prefill chunks, then padding.
 
@@ -38,6 +47,7 @@ class StepBatch:
     counts: jax.Array  # i32[2] decode rows, all rows
     tables: tuple[jax.Array | StateSlots, ...]
     kind: StepKind = field(metadata={"static": True})
+    masks: TokenMasks | None = None  # None: any token; a trace of its own, see `Runner.step`
 
     @property
     def ragged(self) -> RaggedBatch:

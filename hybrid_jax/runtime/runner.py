@@ -1,19 +1,22 @@
 """Owns what is on the device: parameters, the carry and the compiled step."""
 
+import functools
 import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from hybrid_jax.cache.arrays import CacheSizes
 from hybrid_jax.cache.plan import CachePlan, plan_caches
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.loading import LoadedModel, load_config, load_model
 from hybrid_jax.models.decoder import abstract_params
-from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput
+from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput, TokenMasks
 from hybrid_jax.runtime.memory import CarryMemory
 from hybrid_jax.runtime.mesh import Partitioner, make_mesh
 from hybrid_jax.runtime.processors import check_processors
@@ -76,6 +79,7 @@ class Runner:
             partitioned=self._partitioner is not None,
             implementations=self._config.implementations,
         )
+        self._no_masks = functools.cache(self._make_no_masks)
         self._num_traces = 0
         self._carry = self._fresh_carry()
         self._traced = make_step(spec)
@@ -120,7 +124,13 @@ class Runner:
         return self._num_traces
 
     def step(self, batch: StepBatch, sampling: SamplingTable) -> StepOutput:
-        """Launches one step and returns without waiting for its results."""
+        """Launches one step and returns without waiting for its results.
+
+        A batch without masks gets some that are on the device already, so that batches with and
+        without share one trace.
+        """
+        if batch.masks is None:
+            batch = replace(batch, masks=self._no_masks(batch.seq_lens.shape[0]))
         output, self._carry = self._step(self._leaves, self._carry, batch, sampling)
         return output
 
@@ -163,6 +173,14 @@ class Runner:
         elif self._config.implementations:
             for batch in batches:
                 jax.eval_shape(self._traced, self._leaves, self._carry, batch, sampling)
+
+    def _make_no_masks(self, rows: int) -> TokenMasks:
+        """Masks that bar nothing, for so many rows."""
+        where = self._partitioner.replicated if self._partitioner else None
+        shape = (rows, -(-self.model_config.vocab_size // 32))
+        return TokenMasks(
+            jnp.zeros(rows, jnp.bool_, device=where), jnp.zeros(shape, jnp.int32, device=where)
+        )
 
     def _fresh_carry(self) -> Carry:
         return init_carry(

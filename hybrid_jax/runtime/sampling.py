@@ -7,7 +7,8 @@ Order, following vLLM's sampler:
 2.  logit bias, and stop tokens barred before `min_tokens`;
 3.  user logits processors, in the order of the engine's list, on the rows that asked;
 4.  penalties: repetition, then frequency, then presence;
-5.  temperature (0: take the argmax here), min-p, top-k, top-p, draw.
+5.  tokens that structured output does not allow are barred;
+6.  temperature (0: take the argmax here), min-p, top-k, top-p, draw.
 
 Min-p, top-k and top-p each keep every token from some logit upwards. So they are three thresholds,
 found without sorting, and ties at a threshold are all kept: top-k keeps more than k tokens when
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from hybrid_jax.runtime.batch import TokenMasks
 from hybrid_jax.runtime.vocabulary import (
     BLOCK,
     CANDIDATE_BLOCK,
@@ -37,6 +39,7 @@ from hybrid_jax.runtime.vocabulary import (
     blocks_of,
     cutoff,
     draw,
+    keep_allowed,
     largest_blocks,
 )
 from hybrid_jax.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -218,6 +221,7 @@ def sample(
     history: jax.Array,
     *,
     max_logprobs: int,
+    masks: TokenMasks | None = None,
     processors: tuple[LogitsProcessor, ...] = (),
     group: int | None = None,
 ) -> Sampled:
@@ -234,6 +238,7 @@ def sample(
         seq_lens: i32[S] tokens the row has so far: the new token's position.
         history: i32[R, L] tokens of the persistent rows; garbage from `seq_lens` on.
         max_logprobs: K, the most alternatives reported.
+        masks: the tokens that each row may take; None: all, and no code for it.
         processors: the functions behind the columns of `table.processors`. Pure JAX; each maps
             (f32[rows, V], LogitsContext) to f32[rows, V] for any number of rows.
         group: rows worked on at once when not all are plain greedy; it must divide S. None: one
@@ -253,17 +258,16 @@ def sample(
 
     def chosen() -> tuple[jax.Array, jax.Array]:
         context = LogitsContext(history[row_ids], seq_lens, rows.prompt_len)
-        return _in_groups(partial(_adjust_and_choose, processors), (logits, rows, context), group)
+        arguments = (logits, rows, context, masks)
+        return _in_groups(partial(_adjust_and_choose, processors), arguments, group)
 
-    def report(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return _logprobs(logits, tokens, max_logprobs)
-
-    plain = (rows.temperature <= 0.0) & ~_adjusted(rows, seq_lens)
-    always = jnp.ones(logits.shape[0], jnp.bool_)
-    tokens, usable = lax.cond(jnp.all(plain), lambda: (argmax(logits), always), chosen)
+    plain = (rows.temperature <= 0.0) & ~_adjusted(rows, seq_lens, masks)
+    tokens, usable = lax.cond(
+        jnp.all(plain), lambda: (argmax(logits), jnp.ones_like(plain)), chosen
+    )
     logprob, top_ids, top_logprobs = lax.cond(
         jnp.any(rows.num_logprobs >= 0),
-        lambda: _in_groups(report, (logits, tokens), group),
+        lambda: _in_groups(partial(_logprobs, count=max_logprobs), (logits, tokens), group),
         lambda: _no_logprobs(logits.shape[0], max_logprobs),
     )
     return Sampled(tokens, logprob, top_ids, top_logprobs, all_finite(logits) & usable)
@@ -274,9 +278,17 @@ def _adjust_and_choose(
     logits: jax.Array,
     rows: SamplingTable,
     context: LogitsContext,
+    masks: TokenMasks | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens i32[S], and bool[S] whether the adjustments left something to choose."""
     adjusted = _adjust(logits, rows, context, processors)
+    if masks is not None:
+        adjusted = lax.cond(
+            jnp.any(masks.constrained),
+            lambda x: keep_allowed(x, jnp.where(masks.constrained[:, None], masks.allowed, -1)),
+            lambda x: x,
+            adjusted,
+        )
     usable = ~jnp.isnan(adjusted).any(axis=1) & (adjusted.max(axis=1) > -jnp.inf)
     return _choose(adjusted, rows, context.seq_lens), usable
 
@@ -298,9 +310,10 @@ def _in_groups(function: Callable[..., Any], arguments: tuple[Any, ...], group: 
     return jax.tree.map(lambda x: x.reshape(num_rows, *x.shape[2:]), results)
 
 
-def _adjusted(rows: SamplingTable, seq_lens: jax.Array) -> jax.Array:
-    """bool[S]: `_adjust` changes the row."""
-    return _biased(rows, seq_lens) | _penalised(rows) | rows.processors.any(axis=1)
+def _adjusted(rows: SamplingTable, seq_lens: jax.Array, masks: TokenMasks | None) -> jax.Array:
+    """bool[S]: something but the temperature changes the row."""
+    adjusted = _biased(rows, seq_lens) | _penalised(rows) | rows.processors.any(axis=1)
+    return adjusted if masks is None else adjusted | masks.constrained
 
 
 def _biased(rows: SamplingTable, seq_lens: jax.Array) -> jax.Array:

@@ -150,6 +150,7 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
                 batch.row_ids,
                 batch.seq_lens,
                 history,
+                masks=batch.masks,
                 max_logprobs=spec.max_logprobs,
                 processors=spec.processors,
             )

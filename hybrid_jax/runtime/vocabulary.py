@@ -62,6 +62,13 @@ def argmax(x: jax.Array) -> jax.Array:
     return jnp.minimum(index, x.shape[1] - 1).astype(jnp.int32)  # NaN could select the padding
 
 
+def keep_allowed(logits: jax.Array, words: jax.Array) -> jax.Array:
+    """f32[S, V]: the logits of tokens whose bit is set in `words` i32[S, ceil(V / 32)], or -inf."""
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
+    allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]]
+    return jnp.where(allowed == 1, logits, -jnp.inf)
+
+
 def blocks_of(x: jax.Array, most: int, fill: float) -> jax.Array:
     """x f32[S, V] as f32[S, A, size], padded with `fill` if no size of 64 to `most` divides V."""
     vocab = x.shape[1]
