@@ -159,9 +159,7 @@ class Engine:
                 raise InvalidRequest(
                     f"request id {request.request_id!r} is in use; choose another or wait"
                 )
-            limit, waiting = self._config.max_queue, self._num_waiting()
-            if limit and waiting >= limit:
-                raise QueueFull(f"{waiting} sequences wait and max_queue is {limit}; retry later")
+            _check_queue(self._num_waiting(), self._config.max_queue)
             sequences = _make_sequences(
                 request,
                 max_tokens=max_tokens,
@@ -268,14 +266,8 @@ class Engine:
         except Exception as error:
             self._fail_step(sequences, error)
             return None
-        rows: list[tuple[Sequence, int, bool]] = []
-        for sequence in sequences:
-            self._cache.advance(sequence)
-            samples = sequence.num_computed_tokens == sequence.num_tokens
-            sequence.num_inflight += samples
-            rows.append((sequence, sequence.num_computed_tokens, samples))
         self._num_steps += 1
-        return _InFlight(rows, output)
+        return _InFlight([_advance(self._cache, sequence) for sequence in sequences], output)
 
     def _finish(self, step: _InFlight) -> None:
         try:
@@ -339,9 +331,7 @@ class Engine:
         logger.error("a step with %d rows failed", len(sequences), exc_info=error)
         for sequence in sequences:
             if sequence.state is not SequenceState.FINISHED:
-                failure = StepFailed(f"the step failed with {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                self._fail(sequence, failure)
+                self._fail(sequence, _step_failed(error))
         self._recover()
 
     def _recover(self) -> None:
@@ -381,6 +371,19 @@ def _check_sizes(sizes: "CacheSizes") -> None:
             f"cache groups of {sizes.counts} pages or slots leave one with nothing but its null "
             "id; raise num_pages or cache_bytes"
         )
+
+
+def _check_queue(waiting: int, limit: int) -> None:
+    if limit and waiting >= limit:
+        raise QueueFull(f"{waiting} sequences wait and max_queue is {limit}; retry later")
+
+
+def _advance(cache: CacheManager, sequence: Sequence) -> tuple[Sequence, int, bool]:
+    """Counts a sequence's scheduled tokens as computed; its row of the step in flight."""
+    cache.advance(sequence)
+    samples = sequence.num_computed_tokens == sequence.num_tokens
+    sequence.num_inflight += samples
+    return sequence, sequence.num_computed_tokens, samples
 
 
 def _make_sequences(
@@ -444,6 +447,12 @@ def _read_logprobs(step: _InFlight) -> list[TokenLogprob | None]:
         top = {token: value for token, value in pairs if token >= 0}
         result.append(TokenLogprob(tokens[row], chosen[row], top))
     return result
+
+
+def _step_failed(cause: Exception) -> StepFailed:
+    error = StepFailed(f"the step failed with {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def _owner_mismatch(sequence: Sequence) -> StateOwnerMismatch:
