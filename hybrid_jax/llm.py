@@ -14,7 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hybrid_jax.cache.prefix import CacheReport
 from hybrid_jax.config import EngineConfig
 from hybrid_jax.engine.engine import Engine
-from hybrid_jax.engine.types import EngineStats, FinishReason, Request, TokenEvent, TokenLogprob
+from hybrid_jax.engine.types import (
+    EngineStats,
+    FinishReason,
+    Request,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 from hybrid_jax.errors import InvalidRequest, QueueFull
 from hybrid_jax.fields import shown
 from hybrid_jax.prompts import (
@@ -53,6 +60,13 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    usage: Usage | None = None  # set once all completions have ended
+
+    @classmethod
+    def empty(cls, request: Request) -> "RequestOutput":
+        """The output of a request that has had no event yet."""
+        completions = [CompletionOutput(index) for index in range(request.params.n)]
+        return cls(request.request_id, request.prompt, list(request.prompt_token_ids), completions)
 
     def add(self, event: TokenEvent) -> None:
         """Appends what `event` says to the completion it is about."""
@@ -67,6 +81,7 @@ class RequestOutput:
         output.stop_reason = event.stop_reason
         output.error = event.error
         output.cache = event.cache
+        self.usage = event.usage
 
 
 class LLM:
@@ -196,7 +211,7 @@ class LLM:
         self.close()
 
     def _run(self, requests: list[Request], *, progress: bool) -> list[RequestOutput]:
-        outputs = {r.request_id: _empty_output(r) for r in requests}
+        outputs = {r.request_id: RequestOutput.empty(r) for r in requests}
         unsent = deque(requests)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         bar = Progress(
@@ -290,13 +305,6 @@ class LLM:
                 f"{what} needs a tokenizer and this model has none; pass token ids or tokenizer="
             )
         return self.tokenizer
-
-
-def _empty_output(request: Request) -> RequestOutput:
-    completions = [CompletionOutput(index) for index in range(request.params.n)]
-    return RequestOutput(
-        request.request_id, request.prompt, list(request.prompt_token_ids), completions
-    )
 
 
 def _take(mail: deque[TokenEvent]) -> Iterator[TokenEvent]:

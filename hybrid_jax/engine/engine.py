@@ -139,6 +139,11 @@ class Engine:
     def chunk_limit(self, limit: ChunkLimit) -> None:
         self._scheduler.chunk_limit = limit
 
+    @property
+    def dead(self) -> EngineDead | None:
+        """Why nothing is accepted any more; None while the engine lives."""
+        return self._dead
+
     def validate(self, request: Request) -> None:
         """Raises InvalidRequest if `add_request` would."""
         self._validator.check(request)
