@@ -1,1 +1,1 @@
-"""How clients reach the engine: today the command line."""
+"""How clients reach the engine: the command line, HTTP."""

@@ -106,11 +106,19 @@ class AsyncEngine:
         tokenizer: HFTokenizer | None,
         *,
         observers: Sequence[Observer] = (),
+        on_death: Callable[[], object] = lambda: None,
     ) -> None:
+        """Args:
+        engine: belongs to the engine thread from `start` on.
+        tokenizer: None: prompts are token ids, and there is no text.
+        observers: hear of every event.
+        on_death: called in the engine thread, once, when `death` is set.
+        """
         self.tokenizer = tokenizer
         self.death: Exception | None = None  # why the engine thread gave up
         self._engine = engine
         self._observers = tuple(observers)
+        self._on_death = on_death
         self._changed = threading.Condition()  # guards what follows; notified of every change
         self._streams: dict[str, TokenStream] = {}  # until their final event
         self._draining = False
@@ -179,6 +187,16 @@ class AsyncEngine:
         if self.tokenizer is None:
             raise InvalidRequest("this model has no tokenizer; send token ids instead of text")
         return self.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence."""
+        return self._engine.config.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are smaller."""
+        return self._engine.model_config.vocab_size
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters."""
@@ -282,6 +300,7 @@ class AsyncEngine:
         for stream in streams:
             with suppress(RuntimeError):
                 stream.loop.call_soon_threadsafe(stream.put, [dead])
+        self._on_death()
 
 
 def _hand_out(mail: list[tuple[TokenStream, list[TokenEvent]]]) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -173,6 +174,24 @@ def _bytes(count: int) -> str:
             return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
+
+
+def _serve_command() -> Callable[..., None]:
+    try:
+        from serving.serve_command import serve
+
+        return serve
+    except ModuleNotFoundError as error:
+        missing = error.name
+
+    def unavailable() -> None:
+        """Serve a model over HTTP; needs pip install "hybrid-jax[serve]"."""
+        raise HybridJaxError(f'{missing} is not installed; pip install "hybrid-jax[serve]"')
+
+    return unavailable
+
+
+app.command("serve")(_serve_command())
 
 
 def main() -> None:

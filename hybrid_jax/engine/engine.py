@@ -79,6 +79,7 @@ class Engine:
     """Runs many requests on one runner. Host only; reads device arrays when a step is finished.
 
     `add_request`, `abort` and `stats` may be called from any thread; everything else from one.
+    `config` and `model_config` are the runner's; `dead` says why nothing is accepted any more.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class Engine:
         self._runner = runner
         self._sampling = runner.sampling_rows
         stop_ids = tuple(model.eos_token_ids if stop_ids is None else stop_ids)
-        self._config = config
-        self._vocab_size = model.vocab_size
+        self.config = config
+        self.model_config = model
         self._cache = CacheManager(
             runner.groups, runner.sizes, config, on_row_release=self._sampling.clear_row
         )
@@ -127,7 +128,7 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._events: list[TokenEvent] = []
         self._num_steps = 0
-        self._dead: EngineDead | None = None
+        self.dead: EngineDead | None = None
         runner.prepare(self._builder.padding_batches())
 
     @property
@@ -138,11 +139,6 @@ class Engine:
     @chunk_limit.setter
     def chunk_limit(self, limit: ChunkLimit) -> None:
         self._scheduler.chunk_limit = limit
-
-    @property
-    def dead(self) -> EngineDead | None:
-        """Why nothing is accepted any more; None while the engine lives."""
-        return self._dead
 
     def validate(self, request: Request) -> None:
         """Raises InvalidRequest if `add_request` would."""
@@ -158,18 +154,18 @@ class Engine:
         """
         max_tokens = self._validator.check(request)
         with self._lock:
-            if self._dead is not None:
-                raise self._dead
+            if self.dead is not None:
+                raise self.dead
             if request.request_id in self._requests:
                 raise InvalidRequest(
                     f"request id {request.request_id!r} is in use; choose another or wait"
                 )
-            _check_queue(self._num_waiting(), self._config.max_queue)
+            _check_queue(self._num_waiting(), self.config.max_queue)
             sequences = _make_sequences(
                 request,
                 max_tokens=max_tokens,
                 first_arrival=self._num_arrivals + 1,
-                engine_seed=self._config.seed,
+                engine_seed=self.config.seed,
                 make_matcher=self._validator.matcher,
             )
             self._num_arrivals += len(sequences)
@@ -200,7 +196,7 @@ class Engine:
                 step, self._in_flight = self._in_flight, None
                 self._finish(step)
             step = self._launch()
-            if self._config.run_ahead:
+            if self.config.run_ahead:
                 step, self._in_flight = self._in_flight, step
             if step is not None:
                 self._finish(step)
@@ -209,7 +205,7 @@ class Engine:
             raise
         if not self._requests:
             self._in_flight = None  # holds tokens of ended sequences only
-        if self._config.debug_poison:
+        if self.config.debug_poison:
             self.check_integrity()
         events, self._events = self._events, []
         return events
@@ -253,7 +249,7 @@ class Engine:
     def close(self) -> None:
         """Aborts everything and accepts nothing any more. Idempotent."""
         with self._lock:
-            self._dead = self._dead or EngineDead("the engine is closed; make a new one")
+            self.dead = self.dead or EngineDead("the engine is closed; make a new one")
             self._inbox.extend(_Abort(sequences) for sequences in self._requests.values())
         self.drain_inbox()
         self._in_flight = None
@@ -296,8 +292,8 @@ class Engine:
 
     def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         try:
-            if not 0 <= token_id < self._vocab_size:
-                raise StepFailed(f"token {token_id} was sampled from {self._vocab_size} tokens")
+            if not 0 <= token_id < (size := self.model_config.vocab_size):
+                raise StepFailed(f"token {token_id} was sampled from {size} tokens")
             event = self._outputs.append(sequence, token_id, logprob)
         except Exception as error:  # for example a tokenizer's: nobody else is to suffer
             logger.exception("request %s failed", sequence.request.request_id)
@@ -360,10 +356,10 @@ class Engine:
 
     def _die(self, reason: str) -> None:
         with self._lock:
-            self._dead = EngineDead(f"the engine died, {reason}; make a new one")
+            self.dead = EngineDead(f"the engine died, {reason}; make a new one")
             self.drain_inbox()  # nothing enters after this
         for sequence in list(self._scheduler.waiting.values()):
-            self._fail(sequence, self._dead)
+            self._fail(sequence, self.dead)
 
     def _num_waiting(self) -> int:
         queued = sum(len(i.sequences) for i in list(self._inbox) if isinstance(i, _Arrival))

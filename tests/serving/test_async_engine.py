@@ -1,7 +1,6 @@
 """The engine thread: one final event per stream, prompt aborts, drain, and no silent death."""
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -22,25 +21,10 @@ from tests.helpers.engine_checks import (
     small_config,
 )
 from tests.helpers.fake_runner import FULL, STATE, FakeRunner, window
+from tests.helpers.stalled_engine import StepGate
 
 SPECS = (FULL, window(6), STATE)
 DEADLINE = 20.0  # seconds; only a broken engine takes so long
-
-
-class Gate:
-    """Holds up the runner's steps until it is opened."""
-
-    def __init__(self, runner: FakeRunner) -> None:
-        self._open = threading.Event()
-        self._step = runner.step
-        runner.step = self._wait  # type: ignore[method-assign]
-
-    def _wait(self, *args: Any) -> Any:
-        assert self._open.wait(DEADLINE)
-        return self._step(*args)
-
-    def open(self) -> None:
-        self._open.set()
 
 
 def request(name: str, length: int = 5, max_tokens: int = 9, **options: Any) -> Request:
@@ -121,7 +105,7 @@ def test_closing_a_stream_aborts_its_request_and_no_other(when: str) -> None:
 def test_a_cancelled_reader_aborts_its_request() -> None:
     async def test() -> None:
         async with running() as (served, engine, runner):
-            gate = Gate(runner)
+            gate = StepGate(runner)
 
             async def read() -> None:
                 with served.generate(request("a", 4, 50)) as stream:
@@ -153,7 +137,7 @@ def test_an_abort_by_id_ends_the_stream_with_a_final_event() -> None:
 def test_what_cannot_be_served_is_refused_at_once() -> None:
     async def test() -> None:
         async with running(max_queue=1) as (served, _, runner):
-            gate = Gate(runner)
+            gate = StepGate(runner)
             with pytest.raises(InvalidRequest, match="max_model_len"):
                 served.generate(request("long", 64))
             first = served.generate(request("a"))
@@ -242,7 +226,7 @@ def test_drain_lets_requests_finish_and_accepts_no_more() -> None:
 def test_drain_aborts_what_does_not_end_in_time() -> None:
     async def test() -> None:
         async with running() as (served, _, runner):
-            gate = Gate(runner)
+            gate = StepGate(runner)
             stream = served.generate(request("a", 4, 50))
             draining = asyncio.create_task(served.drain(0.05))
             while not draining.done() and served.stats().waiting:
@@ -272,7 +256,7 @@ def test_a_step_that_hangs_shows_and_an_idle_engine_does_not() -> None:
         async with running() as (served, engine, runner):
             await asyncio.sleep(0.05)
             assert served.stalled_seconds() == 0.0
-            gate = Gate(runner)
+            gate = StepGate(runner)
             stream = served.generate(request("a"))
             await asyncio.sleep(0.1)
             assert served.stalled_seconds() > 0.05

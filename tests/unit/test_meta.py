@@ -143,7 +143,7 @@ def commands(document: str) -> list[list[str]]:
 def test_the_commands_of_the_readme_exist() -> None:
     root = typer.main.get_command(app)
     found = commands("README.md")
-    assert {command[1] for command in found} == {"generate", "inspect", "convert"}
+    assert {command[1] for command in found} == {"generate", "inspect", "convert", "serve"}
     for _, name, *arguments in found:
         command = root.commands[name]  # type: ignore[attr-defined]
         context = command.make_context(name, list(arguments))  # raises on an unknown option

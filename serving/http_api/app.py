@@ -1,0 +1,87 @@
+"""The FastAPI application: routes, what surrounds them, and errors in OpenAI's shape."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+import hybrid_jax
+from hybrid_jax.errors import HybridJaxError, InvalidRequest
+from serving.errors import NotFound
+from serving.http_api.context import ServerContext
+from serving.http_api.error_response import error_response
+from serving.http_api.generation import CLIENT_CLOSED_REQUEST, ClientGone
+from serving.http_api.middleware import ApiKeys, BodyLimit, RequestIds
+from serving.http_api.routes import chat, completions, health, models, tokens
+from serving.http_api.schemas import ErrorResponse
+
+ROUTERS = (
+    completions.router,
+    chat.router,
+    models.router,
+    tokens.router,
+    health.router,
+)
+_WANTED = "send a JSON object with Content-Type: application/json"
+ERRORS = (400, 401, 404, 413, 429, 500, 503)
+
+
+def create_app(context: ServerContext) -> FastAPI:
+    """An application that serves what `context` says."""
+    app = FastAPI(
+        title="hybrid-jax",
+        version=hybrid_jax.__version__,
+        description="OpenAI-compatible inference for hybrid-attention language models.",
+        responses={status: {"model": ErrorResponse} for status in ERRORS},
+        generate_unique_id_function=lambda route: route.name,
+    )
+    app.state.context = context
+    for router in ROUTERS:
+        app.include_router(router)
+    for kind, handler in HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    # The one added last sees a request first.
+    app.add_middleware(BodyLimit, max_bytes=context.config.max_body_bytes)
+    app.add_middleware(ApiKeys, keys=context.config.api_keys())
+    app.add_middleware(RequestIds)
+    return app
+
+
+async def _known(request: Request, error: Any) -> Response:
+    del request
+    return error_response(error)
+
+
+async def _invalid_body(request: Request, error: Any) -> Response:
+    """FastAPI's list of faults, of which the client is told the first one."""
+    del request
+    first = error.errors()[0]
+    place = ".".join(ascii(part).strip("'") for part in first["loc"][1:])
+    message = f"{place}: {first['msg']}" if place else f"{first['msg']}; {_WANTED}"
+    reason = InvalidRequest(message)
+    return error_response(reason, param=place or None)
+
+
+async def _http_error(request: Request, error: Any) -> Response:
+    """What Starlette raises itself: no such route, wrong method, unreadable body."""
+    if error.status_code == 404:
+        return error_response(NotFound(f"there is no {ascii(request.url.path)} here"))
+    response = error_response(InvalidRequest(str(error.detail)))
+    response.status_code = error.status_code
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _gone(request: Request, error: Any) -> Response:
+    del request, error
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+HANDLERS = {
+    HybridJaxError: _known,
+    RequestValidationError: _invalid_body,
+    HTTPException: _http_error,
+    ClientGone: _gone,
+}

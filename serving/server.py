@@ -1,0 +1,91 @@
+"""One process: the engine thread, its fronts, and an orderly end."""
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+from typing import Protocol
+
+from hybrid_jax.bundled import bundled_model
+from hybrid_jax.engine.engine import Engine
+from hybrid_jax.llm import connect
+from hybrid_jax.tokenizer import HFTokenizer
+from serving.async_engine import AsyncEngine
+from serving.config import ServerConfig
+from serving.http_api.app import create_app
+from serving.http_api.context import ServerContext
+from serving.http_api.front import HttpFront
+from serving.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+
+class Front(Protocol):
+    """A way for clients to reach the engine."""
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        ...
+
+    async def start(self) -> None:
+        """Returns once clients are answered."""
+        ...
+
+    async def stop(self) -> None:
+        """Returns once what was to be answered is answered."""
+        ...
+
+
+def run_server(config: ServerConfig) -> int:
+    """Loads the model and serves it until SIGTERM or SIGINT; the process's exit code.
+
+    Raises:
+        ModelError: the model cannot be run. OSError: a port or file cannot be used.
+        ValueError: settings contradict the model.
+    """
+    logger.info("settings", extra={"settings": config.model_dump(mode="json")})
+    path = config.model or bundled_model()
+    engine, tokenizer = connect(path, dtype=config.dtype, engine_options=config.engine_options())
+    name = config.served_model_name or Path(path).resolve().name
+    return asyncio.run(serve(engine, tokenizer, config, name))
+
+
+async def serve(
+    engine: Engine, tokenizer: HFTokenizer | None, config: ServerConfig, model_name: str
+) -> int:
+    """Serves `engine`, which it owns, until a signal or the engine's death.
+
+    On a signal no request is accepted any more; those under way have `drain_seconds` to end, then
+    they are aborted, and every client gets its final event. A second signal ends the process at
+    once. Returns 0, or 1 if the engine died.
+    """
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    served = AsyncEngine(engine, tokenizer, on_death=lambda: loop.call_soon_threadsafe(stop.set))
+    watchdog = Watchdog(served, stall_seconds=config.stall_seconds)
+    context = ServerContext(served, config, watchdog, model_name)
+    fronts: list[Front] = [HttpFront(create_app(context), config)]
+
+    def on_signal(number: int) -> None:
+        logger.info("shutting down", extra={"signal": signal.Signals(number).name})
+        stop.set()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(each)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    served.start()
+    watchdog.start()
+    try:
+        for front in fronts:
+            await front.start()
+            logger.info("listening", extra={"url": front.url, "model": model_name})
+        await stop.wait()
+        await served.drain(config.drain_seconds)
+    finally:
+        watchdog.stop()
+        for front in fronts:
+            await front.stop()
+        await asyncio.to_thread(served.close)
+    logger.info("stopped")
+    return 1 if served.death is not None else 0

@@ -1,0 +1,46 @@
+"""An engine on the toy runner whose steps wait until they are released."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hybrid_jax.engine.engine import Engine
+from serving.async_engine import AsyncEngine
+from tests.helpers.engine_checks import assert_baseline, small_config
+from tests.helpers.fake_runner import FULL, STATE, FakeRunner
+
+DEADLINE = 30.0  # seconds; only a broken test takes so long
+
+
+class StepGate:
+    """Holds up a runner's steps until it is opened."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._open = threading.Event()
+        self._step = runner.step
+        runner.step = self._wait  # type: ignore[method-assign]
+
+    def _wait(self, *args: Any) -> Any:
+        assert self._open.wait(DEADLINE)
+        return self._step(*args)
+
+    def open(self) -> None:
+        """Lets all steps through."""
+        self._open.set()
+
+
+@contextmanager
+def stalled_engine(**options: Any) -> Iterator[tuple[AsyncEngine, Callable[[], None]]]:
+    """A started engine and what releases its steps; it must be at baseline at the end."""
+    runner = FakeRunner((FULL, STATE), (40, 4), small_config(**options))
+    engine = Engine(runner, None)
+    gate = StepGate(runner)
+    served = AsyncEngine(engine, None)
+    served.start()
+    try:
+        yield served, gate.open
+    finally:
+        gate.open()
+        served.close()
+    assert_baseline(engine, runner)
