@@ -55,7 +55,7 @@ class EngineConfig:
 
     max_num_seqs: int = 16
     max_model_len: int = 0  # tokens, prompt and output together; 0: the model's, at most 8,192
-    max_num_batched_tokens: int = 512  # token budget of a step
+    max_num_batched_tokens: int = 1024  # token budget of a step
     page_size: int = 16
     num_pages: int = 0  # pages per full-attention group; 0: enough for max_num_seqs full sequences,
     # within cache_bytes
@@ -69,7 +69,7 @@ class EngineConfig:
     debug_poison: bool = False  # fill freed memory with NaN and check every id after every step
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the activation dtype
     row_buckets: tuple[int, ...] = ()  # S; empty: powers of two up to max_num_seqs
-    token_buckets: tuple[int, ...] = ()  # T of mixed steps; empty: powers of four up to the budget
+    token_buckets: tuple[int, ...] = ()  # T of mixed steps; empty: powers of two up to the budget
     enforce_eager: bool = False
     run_ahead: bool = True  # launch step n + 1 before reading the tokens of step n
     warmup: bool = False  # compile every bucket before the first request
@@ -109,9 +109,9 @@ class EngineConfig:
                 f"most {model.max_position}"
             )
         max_len = self.max_model_len or min(model.max_position, 8192)
-        rows = self.row_buckets or _geometric(1, self.max_num_seqs, 2)
+        rows = self.row_buckets or _doubling(1, self.max_num_seqs)
         budget = max(self.max_num_batched_tokens, rows[-1])
-        tokens = self.token_buckets or _geometric(min(32, budget), budget, 4)
+        tokens = self.token_buckets or _doubling(min(32, budget), budget)
         if list(rows) != sorted(set(rows)) or rows[-1] < self.max_num_seqs:
             raise ValueError(
                 f"row_buckets must ascend and end at max_num_seqs {self.max_num_seqs} or more, got "
@@ -161,11 +161,11 @@ def _implementations(name: str, value: Any) -> dict[str, str]:
     return dict(value)
 
 
-def _geometric(first: int, last: int, ratio: int) -> tuple[int, ...]:
+def _doubling(first: int, last: int) -> tuple[int, ...]:
     values = []
     while first < last:
         values.append(first)
-        first *= ratio
+        first *= 2
     return (*values, last)
 
 
@@ -175,7 +175,7 @@ _CHECKS: dict[str, Check] = {
     "max_num_seqs": integer(1, 65_536, "the default is 16"),
     # One token of a prompt and one of the output is the least a request can have.
     "max_model_len": integer(2, INT32_MAX, _CHOSEN, or_zero=True),
-    "max_num_batched_tokens": integer(1, 1_048_576, "the default is 512"),
+    "max_num_batched_tokens": integer(1, 1_048_576, "the default is 1024"),
     "page_size": integer(1, 65_536, "the default is 16"),
     "num_pages": integer(2, INT32_MAX, _CHOSEN, or_zero=True),  # page 0 is the null page
     "cache_bytes": integer(1, 2**63 - 1, _CHOSEN, or_zero=True),

@@ -75,7 +75,7 @@ def test_an_unknown_option_is_refused_with_what_comes_close() -> None:
         ({"row_buckets": (4, 2, 16)}, r"row_buckets must ascend .* got \(4, 2, 16\); correct"),
         ({"row_buckets": (2, 4)}, "end at max_num_seqs 16 or more"),
         ({"token_buckets": (64, 32, 512)}, r"token_buckets must ascend .* got \(64, 32, 512\)"),
-        ({"token_buckets": (64,)}, "end at the token budget 512 or more"),
+        ({"token_buckets": (64,)}, "end at the token budget 1024 or more"),
     ],
 )
 def test_what_contradicts_the_model_or_itself_is_refused(options: Any, words: str) -> None:
