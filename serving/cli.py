@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_jax.errors import HybridJaxError
+from serving.op_choices import parse_choices
 
 if TYPE_CHECKING:
     from hybrid_jax import LLM, SamplingParams
@@ -73,7 +74,7 @@ def generate(
         "max_model_len": max_model_len,
         "tensor_parallel_size": tensor_parallel_size,
         "enforce_eager": enforce_eager,
-        "implementations": _implementations(implementation or []),
+        "implementations": parse_choices(implementation or []),
         "max_num_seqs": min(len(prompts), 16),
     }
     with LLM(model or bundled_model(), dtype=dtype, **options) as llm:
@@ -90,17 +91,6 @@ def generate(
                 raise output.outputs[0].error
             prefix = "" if chat else output.prompt or ""
             typer.echo(prefix + output.outputs[0].text)
-
-
-def _implementations(choices: list[str]) -> dict[str, str]:
-    pairs = [choice.partition("=") for choice in choices]
-    for choice, (op, _, name) in zip(choices, pairs, strict=True):
-        if not op or not name:
-            raise ValueError(
-                f"--implementation must be op=name, got {choice!r}; use for example "
-                "paged_attention=reference"
-            )
-    return {op: name for op, _, name in pairs}
 
 
 def _stream(llm: "LLM", prompt: str, params: "SamplingParams") -> None:

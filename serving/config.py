@@ -37,16 +37,22 @@ _ENGINE_HELP = {
     "tensor_parallel_size": "Devices to cut the model over.",
     "max_logprobs": "Most log probabilities per token that a client may ask for.",
     "max_logit_bias": "Most logit_bias entries that a client may send.",
+    "prefix_cache": "Keep what is computed, for prompts that begin with the same tokens.",
+    "checkpoint_interval": "Tokens between the states kept of a prompt; 0: chosen.",
+    "num_checkpoints": "State rows kept for reuse; 0: twice max_num_seqs.",
+    "prefill_alignment": "Prefill chunks end at multiples of so many tokens; 0: chosen.",
+    "debug_poison": "Fill freed memory with NaN and check every id after every step; slow.",
+    "implementations": "op=name: what must run an op, such as paged_attention=reference.",
     "seed": "From which requests without a seed get theirs.",
 }
 
 
 def _engine_fields() -> dict[str, Any]:
     """Every field of EngineConfig, with its default, as a setting."""
-    hints = get_type_hints(EngineConfig)
+    hints, defaults = get_type_hints(EngineConfig), EngineConfig()
     return {
-        f.name: (hints[f.name], setting("Engine", _ENGINE_HELP.get(f.name, ""), f.default))
-        for f in fields(EngineConfig)
+        name: (hints[name], setting("Engine", _ENGINE_HELP.get(name, ""), getattr(defaults, name)))
+        for name in (f.name for f in fields(EngineConfig))
     }
 
 

@@ -3,7 +3,7 @@
 import inspect
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from serving.config import ServerConfig, load_config
+from serving.op_choices import parse_choices
 
 _GROUPS = ("Model", "Network", "Limits", "Operations", "Engine")
 
@@ -24,6 +25,8 @@ def serve(config: Path | None, **flags: Any) -> None:
     from serving.logs import configure_logging
 
     given = {name: value for name, value in flags.items() if value is not None and value != []}
+    if "implementations" in given:
+        given["implementations"] = parse_choices(given["implementations"])
     settings = load_config(given, config)
     configure_logging(settings.log_level)
 
@@ -49,7 +52,7 @@ def _parameter(name: str, annotation: Any, info: Any) -> inspect.Parameter:
 
 
 def _option(name: str, field: FieldInfo) -> Any:
-    default = "" if field.default in (None, "", ()) else f" Default: {field.default}."
+    default = "" if field.default in (None, "", (), {}) else f" Default: {field.default}."
     choices = typing.get_args(field.annotation) if _is_choice(field.annotation) else ()
     text = f"{field.description} {'One of ' + ', '.join(choices) + '.' if choices else ''}{default}"
     return typer.Option(
@@ -65,6 +68,8 @@ def _flag_type(annotation: Any) -> Any:
     """What typer reads from the command line; pydantic checks the value afterwards."""
     if _is_choice(annotation):
         return str | None
+    if typing.get_origin(annotation) is Mapping:
+        return list[str] | None
     if typing.get_origin(annotation) is tuple:
         return list[typing.get_args(annotation)[0]] | None
     if isinstance(annotation, types.UnionType):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
-from hybrid_jax import SamplingParams
+from hybrid_jax import SamplingParams, StructuredOutput
 from hybrid_jax.errors import InvalidRequest
 
 TokenId = StrictInt
@@ -21,6 +21,17 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     include_obfuscation: bool | None = None  # OpenAI's; there is none here
+
+
+class StructuredOutputs(_Body):
+    """What the text must match; exactly one field."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    json_schema: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class SamplingFields(_Body):
@@ -50,6 +61,7 @@ class SamplingFields(_Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     logits_processors: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
 
     def sampling_params(self, **values: Any) -> SamplingParams:
@@ -63,9 +75,15 @@ class SamplingFields(_Body):
         names = {f.name for f in fields(SamplingParams)} & type(self).model_fields.keys()
         given = {n: value for n in names if (value := getattr(self, n)) is not None}
         try:
+            if (wanted := self.text_format()) is not None:
+                given["structured"] = StructuredOutput(**wanted)
             return SamplingParams(**{**given, **values})
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
+
+    def text_format(self) -> dict[str, Any] | None:
+        """Arguments of StructuredOutput; None: any text will do."""
+        return None if self.structured_outputs is None else self.structured_outputs.model_dump()
 
     @property
     def include_usage(self) -> bool:
@@ -105,12 +123,28 @@ class ChatMessage(BaseModel):
         return message
 
 
-class ResponseFormat(BaseModel):
+class JSONSchema(BaseModel):
+    """A named schema; `strict` makes no difference, it is always enforced."""
+
+    name: str
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Body):
     """What the text must look like."""
 
-    model_config = ConfigDict(extra="allow")
-
     type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    def text_format(self) -> dict[str, Any] | None:
+        """As `SamplingFields.text_format`. Raises InvalidRequest: no schema, or an unused one."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidRequest("response_format has json_schema if its type is that, else not")
+        if self.json_schema is not None:
+            return {"json_schema": self.json_schema.schema_}
+        return {"json_schema": {"type": "object"}} if self.type == "json_object" else None
 
 
 class ChatRequest(SamplingFields):
@@ -134,6 +168,13 @@ class ChatRequest(SamplingFields):
     reasoning_effort: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+
+    def text_format(self) -> dict[str, Any] | None:
+        """What `response_format` or `structured_outputs` say; not both."""
+        wanted = self.response_format and self.response_format.text_format()
+        if wanted is not None and self.structured_outputs is not None:
+            raise InvalidRequest("response_format and structured_outputs both ask for a format")
+        return wanted or super().text_format()
 
 
 class PromptTokensDetails(BaseModel):

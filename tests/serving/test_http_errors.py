@@ -35,6 +35,10 @@ def post(server: HttpServer, body: Any, path: str = "/v1/completions", **options
     return httpx.post(server.url + path, content=body, headers=headers, timeout=60, **options)
 
 
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
 CHAT: Any = {"messages": [{"role": "user", "content": "a"}]}
 
 
@@ -73,6 +77,15 @@ CHAT: Any = {"messages": [{"role": "user", "content": "a"}]}
         ("chat/completions", b'{"messages": [{"role": "\\udc00", "content": "a"}]}', "surrogates"),
         ("chat/completions", CHAT | {"top_logprobs": 2}, "logprobs: true"),
         ("chat/completions", CHAT | {"tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", CHAT | {"response_format": {"type": "xml"}}, "response_format"),
+        ("chat/completions", CHAT | {"response_format": {"type": "json_schema"}}, "json_schema"),
+        (
+            "chat/completions",
+            CHAT | {"response_format": schema_format({"type": "strange"})},
+            "strange",
+        ),
+        ("completions", {"prompt": "a", "structured_outputs": {"regex": "("}}, "regex"),
+        ("completions", {"prompt": "a", "structured_outputs": {}}, "exactly one"),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -1,6 +1,7 @@
 """OpenAI's own client against the bundled model, sync and async; the engine is the reference."""
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -215,6 +216,34 @@ def test_tools_reach_the_template(
         )
         ids = tokenizer.encode(prefix + MESSAGES[0]["content"], add_special_tokens=False)
         assert got.usage is not None and got.usage.prompt_tokens == len(ids)
+
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ruth", "Moses"]}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_a_response_format_shapes_the_answer(client: openai.OpenAI) -> None:
+    named: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    options: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, "seed": 2}
+    for response_format in (named, {"type": "json_object"}):
+        got = client.chat.completions.create(**options, response_format=response_format, n=2)
+        for choice in got.choices:
+            if choice.finish_reason == "stop":  # else it is the beginning of an object
+                value = json.loads(choice.message.content or "")
+                assert isinstance(value, dict)
+                if response_format is named:
+                    assert value["name"] in ("Ruth", "Moses") and type(value["age"]) is int
+            assert (choice.message.content or "").startswith("{")
+    chosen = {"structured_outputs": {"choice": ["yes", "no"]}}
+    for response in (
+        client.chat.completions.create(**options, extra_body=chosen).choices[0].message.content,
+        client.completions.create(model=MODEL, prompt=PROMPT, extra_body=chosen).choices[0].text,
+    ):
+        assert response in ("yes", "no")
 
 
 def test_models_can_be_listed_and_looked_up(client: openai.OpenAI) -> None:

@@ -13,7 +13,7 @@ from hybrid_jax.llm import RequestOutput
 from serving.http_api.context import Server, ServerContext, new_id
 from serving.http_api.generation import collect, stream, total_usage, usage_body
 from serving.http_api.logprobs import chat_logprobs
-from serving.http_api.schemas import ChatRequest, ChatResponse, ResponseFormat
+from serving.http_api.schemas import ChatRequest, ChatResponse
 
 router = APIRouter()
 
@@ -48,20 +48,11 @@ def _template_variables(server: ServerContext, given: dict[str, Any]) -> dict[st
 def _params(server: ServerContext, body: ChatRequest) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true; set it or leave top_logprobs out")
-    check_response_format(body.response_format)
     most = body.max_completion_tokens or body.max_tokens
     return body.sampling_params(
         max_tokens=server.engine.max_model_len if most is None else most,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-
-
-def check_response_format(wanted: ResponseFormat | None) -> None:
-    """Raises InvalidRequest for a format that this server cannot promise."""
-    if wanted is not None and wanted.type != "text":
-        raise InvalidRequest(
-            f"response_format {wanted.type} is not supported; use text and say it in the prompt"
-        )
 
 
 class ChatFormat:
