@@ -10,6 +10,7 @@ from hybrid_jax.fields import choice
 from hybrid_jax.loading import DTYPES, load_config, verify_layer_map
 from hybrid_jax.models.decoder import abstract_params
 from hybrid_jax.specs import AttentionSpec, LayerSpec, MoESpec
+from pallas_kernels import registry
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,39 @@ def inspect_model(
         engine.max_model_len,
         caches,
     )
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """One choice that was made while tracing: what computes an op for operands of these shapes."""
+
+    op: str
+    implementation: str
+    forced: bool  # by the caller, who named it
+    device_kind: str
+    operands: tuple[tuple[str, str], ...]  # name, and dtype[shape] or the option's value
+    refused: tuple[tuple[str, str], ...]  # better-ranked implementations and why they cannot run
+
+
+def kernel_report() -> tuple[KernelChoice, ...]:
+    """Every distinct choice of a kernel in this process so far, oldest first."""
+    return tuple(
+        KernelChoice(
+            choice.op,
+            choice.implementation,
+            choice.forced,
+            choice.facts.device_kind,
+            tuple((name, _operand(value)) for name, value in choice.facts.items),
+            choice.refused,
+        )
+        for choice in registry.report()
+    )
+
+
+def _operand(value: object) -> str:
+    if isinstance(value, registry.ArrayFacts):
+        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+    return str(value)
 
 
 def describe_layer(layer: LayerSpec) -> tuple[str, str, str]:

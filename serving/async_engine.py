@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import EngineStats, Request, TokenEvent
 from hybrid_jax.errors import EngineDead, InvalidRequest
@@ -197,6 +198,24 @@ class AsyncEngine:
     def vocab_size(self) -> int:
         """Token ids are smaller."""
         return self._engine.model_config.vocab_size
+
+    async def check(self, request: Request) -> None:
+        """Raises InvalidRequest if `generate` would find fault with the request.
+
+        To be awaited before `generate` when the request has structured output: preparing a grammar
+        takes up to seconds, which are spent in a thread here and in the caller's loop there.
+        """
+        await asyncio.to_thread(self._engine.validate, request)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's resolved configuration."""
+        return self._engine.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model that runs."""
+        return self._engine.model_config
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters."""

@@ -82,6 +82,7 @@ class ServerConfig(_EngineSettings):
 
     host: str = setting("Network", "Address to listen on.", "127.0.0.1")
     http_port: int = setting("Network", "0: any free port.", 8000)
+    grpc_port: int | None = setting("Network", "0: any free port. Without it: no gRPC.", None)
     tls_cert_file: Path | None = setting("Network", "PEM certificate chain; turns TLS on.", None)
     tls_key_file: Path | None = setting("Network", "PEM private key of the certificate.", None)
     api_key_file: Path | None = setting("Network", "Accepted API keys, one a line.", None)

@@ -12,8 +12,9 @@ from hybrid_jax.llm import connect
 from hybrid_jax.tokenizer import HFTokenizer
 from serving.async_engine import AsyncEngine
 from serving.config import ServerConfig
+from serving.context import ServerContext
+from serving.grpc_api.front import GrpcFront
 from serving.http_api.app import create_app
-from serving.http_api.context import ServerContext
 from serving.http_api.front import HttpFront
 from serving.watchdog import Watchdog
 
@@ -65,6 +66,8 @@ async def serve(
     watchdog = Watchdog(served, stall_seconds=config.stall_seconds)
     context = ServerContext(served, config, watchdog, model_name)
     fronts: list[Front] = [HttpFront(create_app(context), config)]
+    if config.grpc_port is not None:
+        fronts.append(GrpcFront(context))
 
     def on_signal(number: int) -> None:
         logger.info("shutting down", extra={"signal": signal.Signals(number).name})

@@ -9,8 +9,8 @@ from starlette.exceptions import HTTPException
 
 import hybrid_jax
 from hybrid_jax.errors import HybridJaxError, InvalidRequest
+from serving.context import ServerContext
 from serving.errors import NotFound
-from serving.http_api.context import ServerContext
 from serving.http_api.error_response import error_response
 from serving.http_api.generation import CLIENT_CLOSED_REQUEST, ClientGone
 from serving.http_api.middleware import ApiKeys, BodyLimit, RequestIds

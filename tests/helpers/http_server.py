@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from serving.async_engine import AsyncEngine
 from serving.config import load_config
+from serving.context import ServerContext
 from serving.http_api.app import create_app
-from serving.http_api.context import ServerContext
 from serving.http_api.front import HttpFront
 from serving.watchdog import Watchdog
 

@@ -25,7 +25,7 @@ MAX_FILE, MAX_KERNEL_FILE, MAX_CLASS, MAX_FUNCTION = 500, 800, 300, 60
 def sources(*folders: str) -> list[Path]:
     found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     assert found
-    return found
+    return [path for path in found if "_pb2" not in path.name]  # made by protoc
 
 
 def name_of(path: Path) -> str:

@@ -10,7 +10,8 @@ from hybrid_jax import SamplingParams
 from hybrid_jax.engine.types import TokenEvent, Usage
 from hybrid_jax.errors import InvalidRequest
 from hybrid_jax.llm import RequestOutput
-from serving.http_api.context import Server, ServerContext, new_id
+from serving.context import ServerContext, new_id
+from serving.http_api.context import Server
 from serving.http_api.generation import collect, stream, total_usage, usage_body
 from serving.http_api.logprobs import chat_logprobs
 from serving.http_api.schemas import ChatRequest, ChatResponse

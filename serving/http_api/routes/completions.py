@@ -8,7 +8,8 @@ from fastapi import APIRouter, Request
 from hybrid_jax.engine.types import TokenEvent, Usage
 from hybrid_jax.errors import InvalidRequest
 from hybrid_jax.llm import RequestOutput
-from serving.http_api.context import Server, ServerContext, new_id
+from serving.context import ServerContext, new_id
+from serving.http_api.context import Server
 from serving.http_api.generation import collect, stream, total_usage, usage_body
 from serving.http_api.logprobs import completion_logprobs, token_text
 from serving.http_api.schemas import CompletionRequest, CompletionResponse

@@ -5,7 +5,8 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from serving.http_api.context import Server, ServerContext
+from serving.context import ServerContext
+from serving.http_api.context import Server
 
 router = APIRouter()
 

@@ -1,0 +1,58 @@
+"""What every front needs to know about the server it belongs to."""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import time
+
+from hybrid_jax import SamplingParams
+from hybrid_jax.engine.types import Request
+from hybrid_jax.errors import InvalidRequest
+from serving.async_engine import AsyncEngine
+from serving.config import ServerConfig
+from serving.errors import NotFound
+from serving.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """The parts of one server."""
+
+    engine: AsyncEngine
+    config: ServerConfig
+    watchdog: Watchdog
+    model_name: str
+    started: int = field(default_factory=lambda: int(time()))  # Unix time
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotFound unless `name` is the model served here; None means that one."""
+        if name is not None and name != self.model_name:
+            raise NotFound(f"there is no model {ascii(name)}; this server has {self.model_name!r}")
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises InvalidRequest if the server's limits forbid what the engine would allow."""
+        if params.n > self.config.max_n:
+            raise InvalidRequest(f"n is {params.n} but max_n is {self.config.max_n}; ask for fewer")
+        if len(params.stop) > self.config.max_stop:
+            raise InvalidRequest(
+                f"stop has {len(params.stop)} strings but max_stop is {self.config.max_stop}; "
+                "send fewer"
+            )
+
+    def healthy(self) -> bool:
+        """Whether requests should be sent here."""
+        return self.watchdog.problem() is None and self.engine.accepting
+
+    def requests(
+        self, completion_id: str, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[Request]:
+        """One engine request per prompt. Raises InvalidRequest."""
+        self.check_params(params)
+        return [
+            Request(f"{completion_id}-{i}", tuple(ids), params) for i, ids in enumerate(prompts)
+        ]
+
+
+def new_id(prefix: str) -> str:
+    """A name for a completion that nothing else has."""
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,209 @@
+"""The methods of `hybrid_jax.v1.InferenceService`; `inference.proto` says what they promise."""
+
+import platform
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+
+import grpc
+import jax
+
+import hybrid_jax
+from hybrid_jax.engine.types import Request
+from hybrid_jax.errors import InvalidRequest
+from hybrid_jax.inspection import describe_layer
+from hybrid_jax.llm import RequestOutput
+from serving.async_engine import TokenStream
+from serving.context import ServerContext, new_id
+from serving.grpc_api import inference_pb2 as pb
+from serving.grpc_api.inference_pb2_grpc import InferenceServiceServicer
+from serving.grpc_api.messages import (
+    conversation,
+    event_message,
+    result_message,
+    sampling_params,
+)
+from serving.grpc_api.status import Aborted, reported
+
+Context = grpc.aio.ServicerContext
+
+
+class Servicer(InferenceServiceServicer):
+    """Serves one engine, in the event loop that its server runs in."""
+
+    def __init__(self, server: ServerContext) -> None:
+        self._server = server
+        self._engine = server.engine
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Streams one request's events. A client that has gone cancels this, and so aborts it."""
+        async with reported(context):
+            with await self._start(request, whole=False) as stream:
+                async for event in stream:
+                    if event.error is not None:
+                        raise event.error
+                    if event.finish_reason == "abort":
+                        raise Aborted(f"request {event.request_id} was aborted")
+                    yield event_message(event)
+
+    async def GenerateBatch(
+        self, request: pb.GenerateBatchRequest, context: Context
+    ) -> pb.GenerateBatchResponse:
+        """Collects the outputs of all requests."""
+        async with reported(context):
+            count, most = len(request.requests), self._server.config.max_prompts
+            if not 1 <= count <= most:
+                raise InvalidRequest(
+                    f"{count} requests but max_prompts is {most}; send 1 to {most}"
+                )
+            with ExitStack() as stack:
+                streams = [
+                    stack.enter_context(await self._start(each, whole=True))
+                    for each in request.requests
+                ]
+                outputs = [_checked(await stream.collect()) for stream in streams]
+            return pb.GenerateBatchResponse(results=map(result_message, outputs))
+        raise AssertionError("unreachable")
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Token ids of a text or a conversation."""
+        async with reported(context):
+            special = request.add_special_tokens or not request.HasField("add_special_tokens")
+            _, ids = await self._encode(request.prompt, add_special_tokens=special)
+            return pb.TokenizeResponse(token_ids=ids)
+        raise AssertionError("unreachable")
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        """The text of token ids."""
+        async with reported(context):
+            size = self._engine.model_config.vocab_size
+            if request.token_ids and max(request.token_ids) >= size:
+                raise InvalidRequest(
+                    f"token id {max(request.token_ids)} is outside the vocabulary [0, {size}); "
+                    "leave it out"
+                )
+            skip = request.skip_special_tokens or not request.HasField("skip_special_tokens")
+            tokenizer = self._engine.require_tokenizer()
+            text = tokenizer.decode(list(request.token_ids), skip_special_tokens=skip)
+            return pb.DetokenizeResponse(text=text)
+        raise AssertionError("unreachable")
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """Ends a request of any client."""
+        return pb.AbortResponse(known=self._engine.abort(request.request_id))
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
+        """Layers and limits."""
+        config, model = self._engine.config, self._engine.model_config
+        tokenizer = self._engine.tokenizer
+        layers = [
+            pb.Layer(kind=kind, mixer=mixer, feed_forward=feed_forward)
+            for kind, mixer, feed_forward in map(describe_layer, model.layers)
+        ]
+        return pb.GetModelInfoResponse(
+            name=self._server.model_name,
+            model_type=model.model_type,
+            vocab_size=model.vocab_size,
+            layers=layers,
+            limits=pb.Limits(
+                max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_queue=config.max_queue,
+                max_logprobs=config.max_logprobs,
+                max_logit_bias=config.max_logit_bias,
+            ),
+            has_tokenizer=tokenizer is not None,
+            has_chat_template=tokenizer is not None and bool(tokenizer.hf.chat_template),
+        )
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        """Versions, devices, buckets and the kernel table."""
+        config = self._engine.config
+        versions = {
+            "hybrid_jax": hybrid_jax.__version__,
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+        }
+        return pb.GetServerInfoResponse(
+            versions=versions,
+            platform=jax.default_backend(),
+            devices=[device.device_kind for device in jax.local_devices()],
+            row_buckets=config.row_buckets,
+            token_buckets=config.token_buckets,
+            compiled_steps=self._engine.stats().compiles,
+            kernels=[
+                pb.KernelChoice(
+                    op=choice.op,
+                    implementation=choice.implementation,
+                    forced=choice.forced,
+                    device_kind=choice.device_kind,
+                    operands=dict(choice.operands),
+                    refused=[pb.Refusal(implementation=i, reason=r) for i, r in choice.refused],
+                )
+                for choice in hybrid_jax.kernel_report()
+            ],
+        )
+
+    async def GetMemory(
+        self, request: pb.GetMemoryRequest, context: Context
+    ) -> pb.GetMemoryResponse:
+        """A snapshot of sequences and caches."""
+        stats = self._engine.stats()
+        return pb.GetMemoryResponse(
+            running=stats.running,
+            waiting=stats.waiting,
+            preemptions=stats.preemptions,
+            caches=[
+                pb.CacheClass(
+                    name=group.name,
+                    total=group.total,
+                    used=group.used,
+                    cached=group.cached,
+                    peak=group.peak,
+                    fragmentation=group.fragmentation,
+                )
+                for group in stats.caches
+            ],
+        )
+
+    async def _start(self, request: pb.GenerateRequest, *, whole: bool) -> TokenStream:
+        """Gives a request to the engine."""
+        self._server.check_model(request.model or None)
+        params = sampling_params(request.sampling)
+        self._server.check_params(params)
+        text, ids = await self._encode(request.prompt)
+        wanted = Request(request.request_id or new_id("grpc"), tuple(ids), params, text)
+        if params.structured is not None:
+            await self._engine.check(wanted)
+        return self._engine.generate(wanted, whole=whole)
+
+    async def _encode(
+        self, prompt: pb.Prompt, *, add_special_tokens: bool = True
+    ) -> tuple[str | None, list[int]]:
+        kind = prompt.WhichOneof("kind")
+        if kind == "text":
+            ids = await self._engine.encode(prompt.text, add_special_tokens=add_special_tokens)
+            return prompt.text, ids
+        if kind == "token_ids":
+            return None, list(prompt.token_ids.ids)
+        if kind == "chat" and prompt.chat.messages:
+            messages, template_args = conversation(prompt.chat)
+            return await self._engine.encode_chat(messages, **template_args)
+        raise InvalidRequest("there is no prompt; give text, token_ids or a chat with messages")
+
+
+def _checked(output: RequestOutput) -> RequestOutput:
+    """The output, unless a completion failed or was aborted: then that is raised."""
+    for completion in output.outputs:
+        if completion.error is not None:
+            raise completion.error
+        if completion.finish_reason == "abort":
+            raise Aborted(f"request {output.request_id} was aborted")
+    return output
