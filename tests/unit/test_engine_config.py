@@ -44,8 +44,11 @@ def test_bad_values_are_refused_in_one_sentence(name: str, value: Any) -> None:
 def test_every_field_has_a_check_and_defaults_pass() -> None:
     assert WHOLE and FLAGS
     for field in fields(EngineConfig):  # an object passes no check
-        with pytest.raises(ValueError, match=field.name):
+        with pytest.raises(ValueError, match=field.name) as caught:
             EngineConfig(**{field.name: object()})
+        message = str(caught.value)
+        if "default" in message:
+            assert message.endswith(f"the default is {field.default}")
     assert EngineConfig.of({}) == EngineConfig()
     assert hash(EngineConfig()) == hash(EngineConfig())
 
