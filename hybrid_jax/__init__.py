@@ -1,5 +1,6 @@
 """Inference for hybrid-attention language models in JAX."""
 
+from hybrid_jax.cache.snapshot import Snapshot as Snapshot
 from hybrid_jax.config import EngineConfig as EngineConfig
 from hybrid_jax.config import ModelConfig as ModelConfig
 from hybrid_jax.generate import generate as generate
@@ -9,6 +10,7 @@ from hybrid_jax.loading import LoadedModel as LoadedModel
 from hybrid_jax.loading import load_model as load_model
 from hybrid_jax.runtime.step import init_carry as init_carry
 from hybrid_jax.sampling_params import SamplingParams as SamplingParams
+from hybrid_jax.session import Session as Session
 from hybrid_jax.structured import StructuredOutput as StructuredOutput
 
 __version__ = "0.1.0"

@@ -17,6 +17,10 @@ class ModelError(HybridJaxError, ValueError):
     """A model directory or its weights cannot be used."""
 
 
+class SnapshotError(HybridJaxError, ValueError):
+    """A snapshot cannot be made, read or restored."""
+
+
 class StateOwnerMismatch(HybridJaxError):
     """A sequence's state slot held another sequence's state. The sequence was ended."""
 

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hybrid_jax.cache.prefix import CacheReport
+from hybrid_jax.cache.prefix import CacheReport, Prefix
+from hybrid_jax.cache.snapshot import Snapshot
 from hybrid_jax.config import EngineConfig
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import (
@@ -34,6 +35,7 @@ from hybrid_jax.prompts import (
 )
 from hybrid_jax.runtime.sampling import LogitsProcessor
 from hybrid_jax.sampling_params import SamplingParams
+from hybrid_jax.session import Session
 from hybrid_jax.structured import GrammarCompiler
 from hybrid_jax.tokenizer import HFTokenizer, load_tokenizer
 
@@ -68,6 +70,8 @@ class RequestOutput:
         completions = [CompletionOutput(index) for index in range(request.params.n)]
         return cls(request.request_id, request.prompt, list(request.prompt_token_ids), completions)
 
+    kept: Prefix | None = None  # what was computed, for the session that asked
+
     def add(self, event: TokenEvent) -> None:
         """Appends what `event` says to the completion it is about."""
         output = self.outputs[event.index]
@@ -82,6 +86,7 @@ class RequestOutput:
         output.error = event.error
         output.cache = event.cache
         self.usage = event.usage
+        self.kept = event.kept or self.kept
 
 
 class LLM:
@@ -190,6 +195,17 @@ class LLM:
         ]
         return self._run(requests, progress=use_tqdm)
 
+    def session(self, snapshot: Snapshot | None = None) -> Session:
+        """A conversation that computes every token once, from its beginning or a snapshot.
+
+        Raises:
+            SnapshotError: the snapshot is of another model, dtype or page size, or does not fit.
+        """
+        if snapshot is None:
+            return Session(self._engine.kept, self._turn, [])
+        prefix = self._engine.kept.restore(snapshot)
+        return Session(self._engine.kept, self._turn, list(snapshot.token_ids), prefix)
+
     def stats(self) -> EngineStats:
         """Sequences, cache use, preemptions, steps and compiles so far."""
         return self._engine.stats()
@@ -239,6 +255,22 @@ class LLM:
             self._abandon(outputs)
         return list(outputs.values())
 
+    def _turn(
+        self,
+        known: TokenIds,
+        prompt: str | TokenIds,
+        sampling_params: SamplingParams | None,
+        prefix: Prefix | None,
+    ) -> RequestOutput:
+        """The next turn of a session that knows some tokens already."""
+        new = self._encode(prompt, add_special_tokens=not known)
+        params = sampling_params or SamplingParams()
+        request = Request(
+            f"llm-{next(self._ids)}", (*known, *new), params, prefix=prefix, keep=True
+        )
+        self._engine.validate(request)
+        return self._run([request], progress=False)[0]
+
     def _events(self, request: Request) -> Iterator[TokenEvent]:
         unsent = deque([request])
         try:
@@ -270,11 +302,15 @@ class LLM:
             mail = self._mail.get(event.request_id)
             if mail is not None:
                 mail.append(event)
+            elif event.kept is not None:
+                self._engine.kept.drop(event.kept)
 
     def _abandon(self, request_ids: Iterator[str] | Sequence[str] | Mapping[str, Any]) -> None:
         """Ends the given requests, if they have not ended, and frees what they hold."""
         for request_id in request_ids:
-            self._mail.pop(request_id, None)
+            for event in self._mail.pop(request_id, ()):
+                if event.kept is not None:
+                    self._engine.kept.drop(event.kept)
             self._engine.abort(request_id)
         self._engine.drain_inbox()
 
@@ -292,12 +328,15 @@ class LLM:
             requests.append(request)
         return requests
 
-    def _encode(self, prompt: str | TokenIds) -> tuple[int, ...]:
+    def _encode(
+        self, prompt: str | TokenIds, *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return token_ids(prompt)
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one character")
-        return tuple(self._require_tokenizer("a text prompt").encode(prompt))
+        tokenizer = self._require_tokenizer("a text prompt")
+        return tuple(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
 
     def _require_tokenizer(self, what: str) -> HFTokenizer:
         if self.tokenizer is None:

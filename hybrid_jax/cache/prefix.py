@@ -34,12 +34,14 @@ class Prefix:
     """Computed tokens in the caches that a sequence can go on from.
 
     `ids` has one entry per cache group: the last pages of the prefix, consecutive (a window group
-    needs only those its window covers), or the one slot of its state.
+    needs only those its window covers), or the one slot of its state. A prefix of the tree pins
+    nothing; a kept one pins its ids for whoever holds it.
     """
 
     length: int
     ids: tuple[tuple[int, ...], ...]
     owner: int = 0  # uid that wrote the state
+    token_ids: tuple[int, ...] = ()  # of a kept prefix
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from hybrid_jax.cache.pools import IdPool, RowPool
 from hybrid_jax.engine.cache_groups import PageGroup, StateGroup
 from hybrid_jax.engine.prefix_cache import PrefixCache
 from hybrid_jax.engine.types import GroupStats, ReleaseReason, Sequence
+from hybrid_jax.errors import ModelError
 from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec, WindowSpec
 
 if TYPE_CHECKING:
@@ -36,7 +37,16 @@ class CacheManager:
         *,
         on_row_release: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_row_release` hears of every row that a sequence gives back, whatever the reason."""
+        """`on_row_release` hears of every row that a sequence gives back, whatever the reason.
+
+        Raises:
+            ModelError: a cache group has no room for a single token.
+        """
+        if min(sizes.counts, default=2) < 2:
+            raise ModelError(
+                f"cache groups of {sizes.counts} pages or slots leave one with nothing but "
+                "its null id; raise num_pages or cache_bytes"
+            )
         self._specs: tuple[CacheSpec, ...] = tuple(group.spec for group in groups)
         self._sizes = sizes
         self._config = config

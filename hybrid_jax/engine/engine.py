@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hybrid_jax.cache.prefix import Prefix
 from hybrid_jax.engine.batch_builder import BatchBuilder
 from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.integrity import check_integrity
+from hybrid_jax.engine.kept import KeptPrefixes
 from hybrid_jax.engine.outputs import OutputProcessor
-from hybrid_jax.engine.scheduler import ChunkLimit, Scheduler
+from hybrid_jax.engine.scheduler import Scheduler
 from hybrid_jax.engine.step_memory import StepMemory
 from hybrid_jax.engine.types import (
     MAX_UID,
@@ -31,7 +33,6 @@ from hybrid_jax.engine.validation import RequestValidator
 from hybrid_jax.errors import (
     EngineDead,
     InvalidRequest,
-    ModelError,
     NonFiniteLogits,
     QueueFull,
     StateOwnerMismatch,
@@ -41,7 +42,6 @@ from hybrid_jax.sampling_params import SamplingParams
 from hybrid_jax.structured import GrammarCompiler, TokenMatcher
 
 if TYPE_CHECKING:
-    from hybrid_jax.cache.arrays import CacheSizes
     from hybrid_jax.runtime.batch import StepOutput
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ class Engine:
     """Runs many requests on one runner. Host only; reads device arrays when a step is finished.
 
     `add_request`, `abort` and `stats` may be called from any thread; everything else from one.
-    `config` and `model_config` are the runner's; `dead` says why nothing is accepted any more.
+    `config` and `model_config` are the runner's; `dead` says why nothing is accepted any more, and
+    `kept` has the prefixes that outlive requests.
     """
 
     def __init__(
@@ -93,16 +94,13 @@ class Engine:
         """Takes ownership of `runner`, whose config is resolved.
 
         Args:
-            runner: runs the steps.
             tokenizer: makes text of tokens; None: events have no text.
             stop_ids: tokens that end a completion; None: the model's `eos_token_ids`.
             grammars: for structured output; None: such requests are refused.
 
-        Raises:
-            ModelError: a cache group has no room for a single token.
+        Raises ModelError if a cache group has no room for a single token.
         """
         config, model = runner.config, runner.model_config
-        _check_sizes(runner.sizes)
         self._runner = runner
         self._sampling = runner.sampling_rows
         stop_ids = tuple(model.eos_token_ids if stop_ids is None else stop_ids)
@@ -114,12 +112,17 @@ class Engine:
         self._scheduler = Scheduler(
             self._cache, max_num_batched_tokens=config.max_num_batched_tokens
         )
+        self.kept = KeptPrefixes(runner, self._cache)
         self._memory = StepMemory(runner, self._cache, config, stop_ids)
         self._builder = BatchBuilder(self._cache, config, model.vocab_size)
         self._outputs = OutputProcessor(tokenizer, stop_ids)
-        processors = self._sampling.processors
         self._validator = RequestValidator(
-            config, model.vocab_size, self._cache, tokenizer is not None, processors, grammars
+            config,
+            model.vocab_size,
+            self._cache,
+            tokenizer is not None,
+            self._sampling.processors,
+            grammars,
         )
         self._lock = threading.RLock()  # guards _requests, _inbox and _num_arrivals
         self._requests: dict[str, list[Sequence]] = {}  # not ended yet
@@ -130,15 +133,6 @@ class Engine:
         self._num_steps = 0
         self.dead: EngineDead | None = None
         runner.prepare(self._builder.padding_batches())
-
-    @property
-    def chunk_limit(self) -> ChunkLimit:
-        """`chunk_limit(sequence, remaining)` bounds the next prefill chunk of a sequence."""
-        return self._scheduler.chunk_limit
-
-    @chunk_limit.setter
-    def chunk_limit(self, limit: ChunkLimit) -> None:
-        self._scheduler.chunk_limit = limit
 
     def validate(self, request: Request) -> None:
         """Raises InvalidRequest if `add_request` would."""
@@ -225,6 +219,20 @@ class Engine:
                         self._end(sequence, ReleaseReason.ABORT, event)
             self._inbox.popleft()
 
+    def hold(self, request_id: str) -> Prefix:
+        """Keeps what a running request of one completion has computed, to fork or snapshot it.
+
+        Raises:
+            InvalidRequest: nothing of it is computed, or it ended.
+        """
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            self._finish(step)  # so that all computed tokens are known
+        running = [s for s in self._requests.get(request_id, ()) if s.row]
+        if running:
+            return self.kept.keep(running[0])
+        raise InvalidRequest(f"request {request_id!r} is not running; hold it before it ends")
+
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
         return EngineStats(
@@ -305,6 +313,7 @@ class Engine:
             self._end(sequence, ReleaseReason.FINISH, event)
 
     def _end(self, sequence: Sequence, reason: ReleaseReason, event: TokenEvent) -> None:
+        event = self.kept.end(sequence, event)
         self._scheduler.remove(sequence, reason)
         if event.final:
             with self._lock:
@@ -364,14 +373,6 @@ class Engine:
     def _num_waiting(self) -> int:
         queued = sum(len(i.sequences) for i in list(self._inbox) if isinstance(i, _Arrival))
         return queued + len(self._scheduler.waiting)
-
-
-def _check_sizes(sizes: "CacheSizes") -> None:
-    if min(sizes.counts, default=2) < 2:
-        raise ModelError(
-            f"cache groups of {sizes.counts} pages or slots leave one with nothing but its null "
-            "id; raise num_pages or cache_bytes"
-        )
 
 
 def _check_queue(waiting: int, limit: int) -> None:

@@ -57,7 +57,7 @@ class PrefixCache:
             prefix, reason = self.nothing, "no_free_slot"
         if not self._enabled:
             reason = "disabled"
-        kept = sequence.kept
+        kept = sequence.request.prefix
         if kept in self.kept and prefix.length < kept.length < len(sequence.token_ids):
             prefix, reason, granularity = kept, "prompt_end", 1
         sequence.prefix = prefix
@@ -108,6 +108,21 @@ class PrefixCache:
         for run, pair in zip(sequence.pages, sequence.slots, strict=True):
             ids.append(tuple(run.ids) if run is not None else (pair.read,) if pair else ())
         return Prefix(sequence.num_computed_tokens, tuple(ids), sequence.uid)
+
+    def pin(self, prefix: Prefix) -> None:
+        """Adds a user to all ids of a prefix, until `unpin`."""
+        self.kept.add(prefix)
+        for pool, ids in zip(self.pools, prefix.ids, strict=True):
+            for id_ in ids:
+                pool.share(id_)
+
+    def unpin(self, prefix: Prefix) -> None:
+        """Undoes `pin`. Idempotent."""
+        if prefix in self.kept:
+            self.kept.remove(prefix)
+            for pool, ids in zip(self.pools, prefix.ids, strict=True):
+                for id_ in reversed(ids):
+                    pool.free(id_)
 
     def advance(self, sequence: Sequence) -> None:
         """Where a state is due, lets the next step write elsewhere, if there is a free slot."""

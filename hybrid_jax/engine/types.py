@@ -1,7 +1,7 @@
 """What the parts of the engine hand to each other: requests, sequences, events, the runner."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,6 +11,8 @@ from hybrid_jax.cache.prefix import CacheReport, Node, Prefix
 from hybrid_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from hybrid_jax.cache.arrays import CacheSizes
     from hybrid_jax.config import EngineConfig, ModelConfig
     from hybrid_jax.runtime.batch import StepBatch, StepOutput
@@ -47,6 +49,8 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     prompt: str | None = None
+    prefix: Prefix | None = None  # a kept beginning of the prompt, given away with the request
+    keep: bool = False  # whether the final event brings what was computed as a kept prefix
 
 
 @dataclass(slots=True)
@@ -120,8 +124,7 @@ class Sequence:
     pages: tuple[PageRun | None, ...] = ()  # per cache group; None for state groups
     slots: tuple[SlotPair | None, ...] = ()  # per cache group; None for page groups
 
-    prefix: Prefix | None = None  # what an admission would start from; pinned by its holder only
-    kept: Prefix | None = None  # a prefix that somebody holds for this sequence
+    prefix: Prefix | None = None  # what an admission would start from; not pinned yet
     stops: tuple[int, ...] = ()  # positions where a prefill chunk must end
     is_good: bool = True  # no step since its admission came out wrong
     may_share: bool = False  # some of what it would write to has other users or is cached
@@ -197,6 +200,7 @@ class TokenEvent:
     stop_reason: int | str | None = None  # the stop token id or stop string that was found
     usage: Usage | None = None
     error: Exception | None = None  # set when finish_reason is "error"
+    kept: Prefix | None = None  # on the final event, if the request asked for it and finished
     cache: CacheReport | None = None  # on a completion's last event, if its prompt was computed
 
     @property
@@ -328,6 +332,21 @@ class StepRunner(Protocol):
 
     def fill(self, group: int, ids: SequenceOf[int], value: float) -> None:
         """Overwrites pages or slots of one cache group, before the next step."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the parameters and everything else that decides what caches hold."""
+        ...
+
+    def read(self, group: int, ids: SequenceOf[int]) -> "dict[str, np.ndarray]":
+        """What pages or slots of one cache group hold: "<layer>.<name>" -> [ids, ...]."""
+        ...
+
+    def write(
+        self, group: int, ids: SequenceOf[int], arrays: "Mapping[str, np.ndarray]", owner: int
+    ) -> None:
+        """Undoes `read`, before the next step; slots belong to `owner` from then on."""
         ...
 
     def reset(self) -> None:

@@ -34,6 +34,7 @@ class RequestValidator:
         """
         self._check_prompt(request.prompt_token_ids)
         self._check_params(request.params)
+        self._check_prefix(request)
         prompt = len(request.prompt_token_ids)
         max_tokens = min(request.params.max_tokens, self.config.max_model_len - prompt)
         # The last token is sampled but never fed, so it needs no room in the caches.
@@ -55,6 +56,18 @@ class RequestValidator:
                 "model has none; leave it out"
             )
         return self.grammars.matcher(params.structured, may_end=not params.ignore_eos)
+
+    def _check_prefix(self, request: Request) -> None:
+        prefix, prompt = request.prefix, request.prompt_token_ids
+        if (request.keep or prefix is not None) and request.params.n > 1:
+            raise InvalidRequest(
+                f"a session has one completion at a time, got n={request.params.n}; fork it instead"
+            )
+        if prefix is not None and prompt[: prefix.length] != prefix.token_ids:
+            raise InvalidRequest(
+                f"the prompt does not begin with the {prefix.length} tokens of its prefix; pass "
+                "the tokens that were kept and then new ones"
+            )
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         limit = self.config.max_model_len

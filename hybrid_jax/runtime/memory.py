@@ -5,18 +5,19 @@ depends on the number of ids and not on the size of the pools. Ids come in block
 with the null id, so that each function compiles once per group.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hybrid_jax.cache.arrays import LayerCache
 from hybrid_jax.runtime.batch import Carry
-from hybrid_jax.specs import CacheGroup
-from pallas_kernels.storage import encode
+from hybrid_jax.specs import CacheGroup, StateSpec
+from pallas_kernels.storage import decode, encode
 
 BLOCK = 16  # ids per call
 Caches = tuple[LayerCache, ...]
@@ -31,6 +32,10 @@ class CarryMemory:
         jit = partial(_jit, sharded=sharded)
         self._copy = [jit(_copy, like=group) for group in caches]
         self._fill = [jit(_fill, like=group) for group in caches]
+        self._write = [jit(_write, like=group) for group in caches]
+        self._read = jax.jit(_read)
+        self._states = [g for g, group in enumerate(groups) if isinstance(group.spec, StateSpec)]
+        self._set_owner = [jit(_set_owner, like=owners) for owners in carry.owners]
         self._set_history = jit(_set_history, like=carry.history)
 
     def copy(self, carry: Carry, g: int, source: Sequence[int], target: Sequence[int]) -> Carry:
@@ -45,6 +50,51 @@ class CarryMemory:
             caches = self._fill[g](self._of_group(carry, g), block, np.float32(value))
             carry = self._replace(carry, g, caches)
         return carry
+
+    def read(self, carry: Carry, g: int, ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """What pages or slots hold: "<layer>.<name>" -> [ids, ...], in the dtype of the values."""
+        caches = self._of_group(carry, g)
+        blocks = [jax.device_get(self._read(caches, block)) for block in _blocks(ids)]
+        return {
+            name: np.concatenate([block[layer][field] for block in blocks])[: len(ids)]
+            for layer, cache in enumerate(caches)
+            for name, field in self._names(g, layer, cache)
+        }
+
+    def write(
+        self,
+        carry: Carry,
+        g: int,
+        ids: Sequence[int],
+        arrays: Mapping[str, np.ndarray],
+        owner: int,
+    ) -> Carry:
+        """Undoes `read`. Slots get an owner."""
+        start = 0
+        for block in _blocks(ids):
+            caches = self._of_group(carry, g)
+            values = tuple(
+                {
+                    field: _block_of(arrays[name], start, getattr(cache, field).dtype)
+                    for name, field in self._names(g, layer, cache)
+                }
+                for layer, cache in enumerate(caches)
+            )
+            carry = self._replace(carry, g, self._write[g](caches, block, values))
+            if g in self._states:
+                carry = self._own(carry, self._states.index(g), block, owner)
+            start += BLOCK
+        return carry
+
+    def _own(self, carry: Carry, state: int, slots: np.ndarray, owner: int) -> Carry:
+        owners = list(carry.owners)
+        owners[state] = self._set_owner[state](owners[state], slots, np.int32(owner))
+        return replace(carry, owners=tuple(owners))
+
+    def _names(self, g: int, nth: int, cache: LayerCache) -> list[tuple[str, str]]:
+        """Per array of the nth layer of a group: its name in a snapshot, and its field."""
+        layer = self._groups[g].layers[nth]
+        return [(f"{layer}.{field.name}", field.name) for field in fields(cache)]
 
     def set_history(self, carry: Carry, row: int, token_ids: Sequence[int]) -> Carry:
         """The first tokens of a persistent row; what follows them is meaningless."""
@@ -73,6 +123,23 @@ def _fill(caches: Caches, ids: jax.Array, value: jax.Array) -> Caches:
     return jax.tree.map(fill, caches)
 
 
+def _read(caches: Caches, ids: jax.Array) -> tuple[dict[str, jax.Array], ...]:
+    return tuple(
+        {f.name: decode(getattr(cache, f.name)[ids]) for f in fields(cache)} for cache in caches
+    )
+
+
+def _write(caches: Caches, ids: jax.Array, values: tuple[dict[str, jax.Array], ...]) -> Caches:
+    return tuple(
+        replace(cache, **{k: getattr(cache, k).at[ids].set(v) for k, v in some.items()})
+        for cache, some in zip(caches, values, strict=True)
+    )
+
+
+def _set_owner(owners: jax.Array, slots: jax.Array, owner: jax.Array) -> jax.Array:
+    return owners.at[slots].set(jnp.where(slots == 0, 0, owner))
+
+
 def _set_history(history: jax.Array, row: jax.Array, tokens: jax.Array) -> jax.Array:
     return history.at[row].set(tokens)
 
@@ -92,3 +159,11 @@ def _blocks(ids: Sequence[int]) -> Iterator[np.ndarray]:
         some = ids[start : start + BLOCK]
         block[: len(some)] = some
         yield block
+
+
+def _block_of(values: np.ndarray, start: int, storage: np.dtype) -> np.ndarray:
+    """`BLOCK` of the values from `start` on, zeros after the last, as a pool holds them."""
+    some = values[start : start + BLOCK]
+    block = np.zeros((BLOCK, *values.shape[1:]), storage)
+    block[: len(some)] = some.view(storage)
+    return block

@@ -1,6 +1,7 @@
 """Owns what is on the device: parameters, the carry and the compiled step."""
 
 import functools
+import hashlib
 import logging
 import os
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hybrid_jax.cache.arrays import CacheSizes
 from hybrid_jax.cache.plan import CachePlan, plan_caches
@@ -81,6 +83,7 @@ class Runner:
         )
         self._no_masks = functools.cache(self._make_no_masks)
         self._num_traces = 0
+        self._fingerprint: str | None = None
         self._carry = self._fresh_carry()
         self._traced = make_step(spec)
         self._step = jit_step(
@@ -146,6 +149,26 @@ class Runner:
         """Tells `row` its first tokens, which no step will feed because they are computed."""
         self._carry = self._memory.set_history(self._carry, row, token_ids)
 
+    def read(self, group: int, ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """What pages or slots of one cache group hold: "<layer>.<name>" -> [ids, ...]."""
+        return self._memory.read(self._carry, group, ids)
+
+    def write(
+        self, group: int, ids: Sequence[int], arrays: Mapping[str, np.ndarray], owner: int
+    ) -> None:
+        """Undoes `read`, for steps launched from now on; slots belong to `owner`."""
+        self._carry = self._memory.write(self._carry, group, ids, arrays, owner)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the parameters (some values of each), the model and the dtypes of the caches."""
+        if self._fingerprint is None:
+            described = repr((self._model.config, self._model.dtype, self._plan.groups))
+            digest = hashlib.sha256(described.encode())
+            digest.update(np.asarray(_sample(self._leaves)).tobytes())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
     def reset(self) -> None:
         """Makes fresh caches after a step that failed, whatever happened to the old ones."""
         del self._carry  # or both would be in memory at once
@@ -193,6 +216,14 @@ class Runner:
 
     def _count_trace(self) -> None:
         self._num_traces += 1
+
+
+@jax.jit
+def _sample(leaves: tuple[jax.Array, ...]) -> jax.Array:
+    """Up to 16 values of every leaf, spread evenly: f32[...]."""
+    flat = (leaf.reshape(-1) for leaf in leaves)
+    some = [leaf[:: max(1, leaf.size // 16)][:16].astype(jnp.float32) for leaf in flat]
+    return jnp.concatenate(some)
 
 
 def open_model(path: str | Path, *, dtype: str, config: EngineConfig) -> LoadedModel:

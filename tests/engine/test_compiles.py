@@ -40,7 +40,7 @@ def test_nothing_compiles_after_the_warm_up(tmp_path: Path) -> None:
     sampled = [
         Request(f"s{i}", random_prompt(3 + 5 * i, i), params) for i, params in enumerate(SAMPLED)
     ]
-    engine.chunk_limit = lambda sequence, remaining: rng.choice([1, 3, 16])
+    engine._scheduler.chunk_limit = lambda sequence, remaining: rng.choice([1, 3, 16])
     with compile_log() as events:
         before_step = schedule_of(
             engine, [*plain, *sampled], rng, last_arrival=30, abort_share=0.1, aborted=set()

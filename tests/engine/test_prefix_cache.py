@@ -243,7 +243,9 @@ def test_any_tree_of_prompts_gives_the_tokens_of_the_oracle(case: dict[str, Any]
     engine = Engine(runner, None)
     if case["chunks"] is not None:
         chunks = random.Random(case["chunks"])
-        engine.chunk_limit = lambda sequence, remaining: chunks.choice([1, 5, 8, 8, 16, 64])
+        engine._scheduler.chunk_limit = lambda sequence, remaining: chunks.choice(
+            [1, 5, 8, 8, 16, 64]
+        )
     requests, aborted = case["requests"], set[str]()
 
     def before_step(step: int) -> None:

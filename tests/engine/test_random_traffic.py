@@ -102,7 +102,7 @@ def test_any_traffic_gives_the_tokens_of_the_oracle(case: dict[str, Any]) -> Non
     engine = Engine(runner, None)
     if case["chunks"] is not None:
         chunks = random.Random(case["chunks"])
-        engine.chunk_limit = lambda sequence, remaining: chunks.randint(1, 9)
+        engine._scheduler.chunk_limit = lambda sequence, remaining: chunks.randint(1, 9)
     aborted: set[str] = set()
 
     def before_step(step: int) -> None:
@@ -142,7 +142,7 @@ def test_pressure_and_interrupts_change_no_token(seed: int) -> None:
     runner = FakeRunner(specs, counts, config)
     engine = Engine(runner, None)
     if rng.random() < 0.6:
-        engine.chunk_limit = lambda sequence, remaining: rng.randint(1, 5)
+        engine._scheduler.chunk_limit = lambda sequence, remaining: rng.randint(1, 5)
     interrupts = rng.choice([0.0, 0.0, 0.1])
 
     record = Record()

@@ -62,7 +62,7 @@ def random_case(rig: Rig, seed: int) -> Engine:
     small = rng.random() < 0.7
     engine = rig.engine(longest=longest if small else None, spare=rng.randint(0, 6), **options)
     if rng.random() < 0.7:
-        engine.chunk_limit = lambda sequence, remaining: rng.randint(1, CHUNK)
+        engine._scheduler.chunk_limit = lambda sequence, remaining: rng.randint(1, CHUNK)
     run(rig, engine, requests, rng)
     return engine
 
@@ -114,7 +114,7 @@ def test_a_prefill_may_be_cut_anywhere(name: str, rig: GetRig) -> None:
         first = int(sequence.request.request_id)  # type: ignore[attr-defined]
         return first if remaining == len(prompt) else 1 + first * 7 % CHUNK
 
-    engine.chunk_limit = limit  # type: ignore[assignment]
+    engine._scheduler.chunk_limit = limit  # type: ignore[assignment]
     rig_.oracle.check(all_at_once(rig_, engine, requests), requests)
 
 
@@ -140,7 +140,7 @@ def test_samples_depend_on_nothing_but_the_request(rig: GetRig) -> None:
     alone = [all_at_once(rig_, rig_.engine(), [request]) for request in requests]
     together = all_at_once(rig_, rig_.engine(run_ahead=False), requests)
     small = rig_.engine(longest=30, spare=4)
-    small.chunk_limit = lambda sequence, remaining: 3
+    small._scheduler.chunk_limit = lambda sequence, remaining: 3
     preempted = all_at_once(rig_, small, requests)
     assert small.stats().preemptions > 0
     for record, request in zip(alone, requests, strict=True):

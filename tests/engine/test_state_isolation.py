@@ -103,7 +103,7 @@ def test_a_mismatch_in_an_unfinished_prefill_is_seen_too(rig: GetRig) -> None:
     """The second chunk of a prompt reads state, although it samples no token."""
     rig_ = rig("lara_mini")
     engine = rig_.engine(run_ahead=False)
-    engine.chunk_limit = lambda sequence, remaining: 4
+    engine._scheduler.chunk_limit = lambda sequence, remaining: 4
     request, mate = requests_of(0, (18, 3))
     engine.add_request(request)
     engine.add_request(mate)

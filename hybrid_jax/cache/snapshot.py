@@ -1,0 +1,68 @@
+"""Computed tokens on the host or in a file: what a sequence's pages and slots hold."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from hybrid_jax.errors import SnapshotError
+
+VERSION = "1"
+_TOKENS = "token_ids"
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The caches after the first `length` of `token_ids`, as numpy arrays.
+
+    `arrays` maps "<layer>.<name>" to what the pages (in order; of a window layer only the last
+    ones) or the slot of a layer hold: [pages or 1, ...] in the dtype of the values.
+    """
+
+    token_ids: tuple[int, ...]
+    length: int  # tokens computed; the last token sampled is not, usually
+    model: str  # fingerprint of the parameters and the configuration they were computed with
+    page_size: int
+    arrays: Mapping[str, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def save(self, path: str | Path) -> None:
+        """Writes a safetensors file."""
+        tokens = np.array(self.token_ids, np.int32)
+        arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
+        metadata = {
+            "version": VERSION,
+            "model": self.model,
+            "length": str(self.length),
+            "page_size": str(self.page_size),
+        }
+        save_file({_TOKENS: tokens, **arrays}, path, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Snapshot":
+        """Reads what `save` wrote.
+
+        Raises:
+            SnapshotError: it is no snapshot, or one of another version.
+        """
+        try:
+            with safe_open(path, "numpy") as file:
+                metadata = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise SnapshotError(f"{path} cannot be read as a snapshot: {error}") from error
+        if metadata.get("version") != VERSION or _TOKENS not in arrays:
+            raise SnapshotError(
+                f"{path} is no snapshot of version {VERSION} (it says "
+                f"{metadata.get('version')!r}); make it again with this version of hybrid-jax"
+            )
+        tokens = tuple(arrays.pop(_TOKENS).tolist())
+        length, page_size = int(metadata["length"]), int(metadata["page_size"])
+        return cls(tokens, length, metadata["model"], page_size, arrays)
