@@ -1,4 +1,4 @@
-"""What a checkpoint is, for a human to check: layer list, parameters, cache bytes."""
+"""For a human to check: a checkpoint's layers, parameters and cache bytes; which kernels run."""
 
 import math
 from dataclasses import dataclass
@@ -107,3 +107,34 @@ def describe_layer(layer: LayerSpec) -> tuple[str, str, str]:
         shared = ", shared expert" if ffn.shared_intermediate_size else ""
         return layer.kind, words, f"{ffn.top_k} of {ffn.num_experts} experts{shared}"
     return layer.kind, words, f"mlp {ffn.intermediate_size}"
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """What runs one op on operands of one kind in this process, and why nothing faster does."""
+
+    op: str
+    implementation: str
+    operands: dict[str, str]  # shape and dtype, or an option's value
+    refused: dict[str, str]  # better-ranked implementation -> reason
+    forced: bool  # by EngineConfig.implementations
+
+
+def kernel_report() -> tuple[KernelChoice, ...]:
+    """Every choice of an implementation since the process began, oldest first."""
+    return tuple(
+        KernelChoice(
+            selection.op,
+            selection.implementation,
+            {name: _operand(value) for name, value in selection.facts.values.items()},
+            dict(selection.refused),
+            selection.forced,
+        )
+        for selection in registry.report()
+    )
+
+
+def _operand(value: object) -> str:
+    if isinstance(value, registry.ArrayFacts):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return str(value)

@@ -190,14 +190,14 @@ class AsyncEngine:
         return self.tokenizer
 
     @property
-    def max_model_len(self) -> int:
-        """Most tokens of a sequence."""
-        return self._engine.config.max_model_len
+    def config(self) -> EngineConfig:
+        """The engine's resolved configuration."""
+        return self._engine.config
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids are smaller."""
-        return self._engine.model_config.vocab_size
+    def model_config(self) -> ModelConfig:
+        """The model that runs."""
+        return self._engine.model_config
 
     async def check(self, request: Request) -> None:
         """Raises InvalidRequest if `generate` would find fault with the request.

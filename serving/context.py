@@ -11,6 +11,7 @@ from hybrid_jax.errors import InvalidRequest
 from serving.async_engine import AsyncEngine
 from serving.config import ServerConfig
 from serving.errors import NotFound
+from serving.metrics import Metrics
 from serving.watchdog import Watchdog
 
 
@@ -21,6 +22,7 @@ class ServerContext:
     engine: AsyncEngine
     config: ServerConfig
     watchdog: Watchdog
+    metrics: Metrics
     model_name: str
     started: int = field(default_factory=lambda: int(time()))  # Unix time
 

@@ -16,6 +16,7 @@ from serving.context import ServerContext
 from serving.grpc_api.front import GrpcFront
 from serving.http_api.app import create_app
 from serving.http_api.front import HttpFront
+from serving.metrics import Metrics
 from serving.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -62,9 +63,16 @@ async def serve(
     once. Returns 0, or 1 if the engine died.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    served = AsyncEngine(engine, tokenizer, on_death=lambda: loop.call_soon_threadsafe(stop.set))
+    metrics = Metrics(model_name)
+    served = AsyncEngine(
+        engine,
+        tokenizer,
+        observers=(metrics.observe,),
+        on_death=lambda: loop.call_soon_threadsafe(stop.set),
+    )
+    metrics.watch(served)
     watchdog = Watchdog(served, stall_seconds=config.stall_seconds)
-    context = ServerContext(served, config, watchdog, model_name)
+    context = ServerContext(served, config, watchdog, metrics, model_name)
     fronts: list[Front] = [HttpFront(create_app(context), config)]
     if config.grpc_port is not None:
         fronts.append(GrpcFront(context))

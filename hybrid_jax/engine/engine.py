@@ -16,6 +16,7 @@ from hybrid_jax.engine.integrity import check_integrity
 from hybrid_jax.engine.kept import KeptPrefixes
 from hybrid_jax.engine.outputs import OutputProcessor
 from hybrid_jax.engine.scheduler import Scheduler
+from hybrid_jax.engine.step_clock import StepClock
 from hybrid_jax.engine.step_memory import StepMemory
 from hybrid_jax.engine.types import (
     MAX_UID,
@@ -131,6 +132,7 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._events: list[TokenEvent] = []
         self._num_steps = 0
+        self._clock = StepClock()
         self.dead: EngineDead | None = None
         runner.prepare(self._builder.padding_batches())
 
@@ -184,12 +186,14 @@ class Engine:
 
         An interrupt loses nothing but time: all running sequences are computed again.
         """
+        self._clock.start()
         try:
             self.drain_inbox()
             if self._in_flight is not None and self._in_flight.constrains:
                 step, self._in_flight = self._in_flight, None
                 self._finish(step)
             step = self._launch()
+            self._clock.lap("launch")
             if self.config.run_ahead:
                 step, self._in_flight = self._in_flight, step
             if step is not None:
@@ -241,6 +245,7 @@ class Engine:
             steps=self._num_steps,
             preemptions=self._scheduler.num_preemptions,
             compiles=self._runner.num_compiles,
+            phase_seconds=dict(self._clock.seconds),
             prompt_tokens=self._cache.num_prompt_tokens,
             cached_tokens=self._cache.num_cached_tokens,
             caches=self._cache.stats(self._scheduler.running.values()),
@@ -285,6 +290,7 @@ class Engine:
         except Exception as error:
             self._fail_step([sequence for sequence, *_ in step.rows], error)
             return
+        self._clock.lap("wait")
         for row, (sequence, num_tokens, samples) in enumerate(step.rows):
             if sequence.state is SequenceState.FINISHED:
                 continue  # ended while this step was in flight: its token is dropped
@@ -297,6 +303,7 @@ class Engine:
                 self._cache.commit(sequence, num_tokens, good=finite[row])
                 if samples:
                     self._append(sequence, tokens[row], logprobs[row] if logprobs else None)
+        self._clock.lap("output")
 
     def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         try:

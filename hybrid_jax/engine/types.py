@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from hybrid_jax.cache.prefix import CacheReport, Node, Prefix
+from hybrid_jax.engine.step_clock import Phase
 from hybrid_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -235,6 +236,7 @@ class EngineStats:
     steps: int
     preemptions: int
     compiles: int
+    phase_seconds: Mapping[Phase, float]  # of all steps so far; see `StepClock`
     prompt_tokens: int  # of admitted prompts
     cached_tokens: int  # those of them that were not computed because the caches had them
     caches: tuple[GroupStats, ...]

@@ -14,7 +14,16 @@ from serving.errors import NotFound
 from serving.http_api.error_response import error_response
 from serving.http_api.generation import CLIENT_CLOSED_REQUEST, ClientGone
 from serving.http_api.middleware import ApiKeys, BodyLimit, RequestIds
-from serving.http_api.routes import chat, completions, health, models, tokens
+from serving.http_api.routes import (
+    chat,
+    completions,
+    health,
+    metrics,
+    models,
+    page,
+    server_info,
+    tokens,
+)
 from serving.http_api.schemas import ErrorResponse
 
 ROUTERS = (
@@ -23,6 +32,9 @@ ROUTERS = (
     models.router,
     tokens.router,
     health.router,
+    metrics.router,
+    server_info.router,
+    page.router,
 )
 _WANTED = "send a JSON object with Content-Type: application/json"
 ERRORS = (400, 401, 404, 413, 429, 500, 503)
@@ -45,7 +57,7 @@ def create_app(context: ServerContext) -> FastAPI:
     # The one added last sees a request first.
     app.add_middleware(BodyLimit, max_bytes=context.config.max_body_bytes)
     app.add_middleware(ApiKeys, keys=context.config.api_keys())
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, on_answer=context.metrics.answered)
     return app
 
 

@@ -7,7 +7,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,8 +26,10 @@ MAX_ID = 128  # characters of an X-Request-Id
 class RequestIds:
     """Gives every request an id, the client's own if it sent one, and logs how it was answered."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, on_answer: Callable[[str, str, int], None]) -> None:
+        """`on_answer` hears of every answer: method, route and status."""
         self._app = app
+        self._on_answer = on_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one connection as ASGI says."""
@@ -60,6 +62,8 @@ class RequestIds:
                 scope["path"],
                 extra={"status": status, "seconds": round(time.monotonic() - began, 6)},
             )
+            route = getattr(scope.get("route"), "path", "none")  # of few values, unlike the path
+            self._on_answer(scope["method"], route, status)
             request_id.reset(token)
 
 

@@ -6,6 +6,7 @@ from serving.async_engine import AsyncEngine
 from serving.config import load_config
 from serving.context import ServerContext
 from serving.grpc_api.front import GrpcFront
+from serving.metrics import Metrics
 from serving.watchdog import Watchdog
 from tests.helpers.http_server import MODEL, LoopThread
 
@@ -17,7 +18,7 @@ class GrpcServer:
         self._loop = loop
         config = load_config({"grpc_port": 0, **settings})
         watchdog = Watchdog(engine, stall_seconds=config.stall_seconds)
-        self.front = GrpcFront(ServerContext(engine, config, watchdog, MODEL))
+        self.front = GrpcFront(ServerContext(engine, config, watchdog, Metrics(MODEL), MODEL))
         loop.run(self.front.start())
         self.address = self.front.url.split("//")[1]
 

@@ -10,6 +10,7 @@ from serving.config import load_config
 from serving.context import ServerContext
 from serving.http_api.app import create_app
 from serving.http_api.front import HttpFront
+from serving.metrics import Metrics
 from serving.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -38,11 +39,19 @@ class LoopThread:
 class HttpServer:
     """An HTTP front on `engine`, on a free port. `settings` are those of `ServerConfig`."""
 
-    def __init__(self, loop: LoopThread, engine: AsyncEngine, **settings: Any) -> None:
+    def __init__(
+        self,
+        loop: LoopThread,
+        engine: AsyncEngine,
+        metrics: Metrics | None = None,
+        **settings: Any,
+    ) -> None:
         self._loop = loop
         self.config = load_config({"http_port": 0, **settings})
         self.watchdog = Watchdog(engine, stall_seconds=self.config.stall_seconds)
-        self.context = ServerContext(engine, self.config, self.watchdog, MODEL)
+        self.context = ServerContext(
+            engine, self.config, self.watchdog, metrics or Metrics(MODEL), MODEL
+        )
         self.app = create_app(self.context)
         self._front = HttpFront(self.app, self.config)
         self.url = self._front.url

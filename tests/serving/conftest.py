@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,7 +12,8 @@ from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import Request
 from hybrid_jax.llm import connect
 from serving.async_engine import AsyncEngine
-from tests.helpers.http_server import HttpServer, LoopThread
+from serving.metrics import Metrics
+from tests.helpers.http_server import MODEL, HttpServer, LoopThread
 
 ENGINE_OPTIONS = {
     "max_num_seqs": 8,
@@ -25,6 +26,14 @@ ENGINE_OPTIONS = {
 }
 
 
+class Bundled(NamedTuple):
+    """The engine from three sides."""
+
+    served: AsyncEngine
+    engine: Engine
+    metrics: Metrics
+
+
 @pytest.fixture(scope="session")
 def loop_thread() -> Iterator[LoopThread]:
     thread = LoopThread()
@@ -33,33 +42,33 @@ def loop_thread() -> Iterator[LoopThread]:
 
 
 @pytest.fixture(scope="session")
-def bundled() -> Iterator[tuple[AsyncEngine, Engine]]:
+def bundled() -> Iterator[Bundled]:
     """One engine for all tests; each of them leaves it idle."""
     engine, tokenizer = connect(bundled_model(), dtype="float32", engine_options=ENGINE_OPTIONS)
     engine.add_request(Request("warm-up", (5, 6), SamplingParams(max_tokens=2)))
     while engine.has_work():  # compiles, so that no test waits for it
         engine.step()
-    served = AsyncEngine(engine, tokenizer)
+    metrics = Metrics(MODEL)
+    served = AsyncEngine(engine, tokenizer, observers=(metrics.observe,))
+    metrics.watch(served)
     served.start()
-    yield served, engine
+    yield Bundled(served, engine, metrics)
     served.close()
 
 
 @pytest.fixture
-def serve_bundled(
-    bundled: tuple[AsyncEngine, Engine], loop_thread: LoopThread
-) -> Iterator[Callable[..., HttpServer]]:
+def serve_bundled(bundled: Bundled, loop_thread: LoopThread) -> Iterator[Callable[..., HttpServer]]:
     """`serve_bundled(**settings)`: a server of the bundled model with those settings."""
     servers: list[HttpServer] = []
 
     def start(**settings: Any) -> HttpServer:
-        servers.append(HttpServer(loop_thread, bundled[0], **settings))
+        servers.append(HttpServer(loop_thread, bundled.served, bundled.metrics, **settings))
         return servers[-1]
 
     yield start
     for server in servers:
         server.close()
-    assert_idle(bundled[1])
+    assert_idle(bundled.engine)
 
 
 def assert_idle(engine: Engine) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hybrid_jax.engine.engine import Engine
-from serving.async_engine import AsyncEngine
 from tests.helpers.http_server import HttpServer, LoopThread
 from tests.helpers.stalled_engine import stalled_engine
+from tests.serving.conftest import Bundled
 
 Serve = Callable[..., HttpServer]
 
@@ -269,9 +268,7 @@ def self_signed(folder: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
-def test_who_goes_away_frees_what_he_held(
-    serve_bundled: Serve, bundled: tuple[AsyncEngine, Engine]
-) -> None:
+def test_who_goes_away_frees_what_he_held(serve_bundled: Serve, bundled: Bundled) -> None:
     server = serve_bundled()
     body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
@@ -279,7 +276,7 @@ def test_who_goes_away_frees_what_he_held(
     url, streamed = f"{server.url}/v1/completions", body | {"stream": True}
     with httpx.stream("POST", url, json=streamed, timeout=60) as response:
         next(response.iter_lines())
-    engine = bundled[1]
+    engine = bundled.engine
     steps = engine.stats().steps
     while engine.has_work():
         threading.Event().wait(0.005)

@@ -51,7 +51,7 @@ def _params(server: ServerContext, body: ChatRequest) -> SamplingParams:
         raise InvalidRequest("top_logprobs needs logprobs: true; set it or leave top_logprobs out")
     most = body.max_completion_tokens or body.max_tokens
     return body.sampling_params(
-        max_tokens=server.engine.max_model_len if most is None else most,
+        max_tokens=server.engine.config.max_model_len if most is None else most,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 

@@ -43,5 +43,7 @@ async def retrieve_model(name: str, server: Server) -> ModelCard:
 
 def _card(server: ServerContext) -> ModelCard:
     return ModelCard(
-        id=server.model_name, created=server.started, max_model_len=server.engine.max_model_len
+        id=server.model_name,
+        created=server.started,
+        max_model_len=server.engine.config.max_model_len,
     )

@@ -62,14 +62,16 @@ async def tokenize(body: TokenizeRequest, server: Server) -> TokenizeResponse:
             tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
         )
-    return TokenizeResponse(tokens=ids, count=len(ids), max_model_len=server.engine.max_model_len)
+    return TokenizeResponse(
+        tokens=ids, count=len(ids), max_model_len=server.engine.config.max_model_len
+    )
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, server: Server) -> DetokenizeResponse:
     """The text of token ids."""
     server.check_model(body.model)
-    vocab_size = server.engine.vocab_size
+    vocab_size = server.engine.model_config.vocab_size
     for token in body.tokens:
         if not 0 <= token < vocab_size:
             raise InvalidRequest(f"token {token} is outside the vocabulary [0, {vocab_size})")

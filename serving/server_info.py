@@ -1,0 +1,82 @@
+"""What runs in this process, for people and for whoever routes requests; all fronts say it."""
+
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+import hybrid_jax
+from hybrid_jax.inspection import KernelChoice, describe_layer, kernel_report
+from serving.async_engine import AsyncEngine
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer in words."""
+
+    kind: str  # full, window or linear
+    mixer: str
+    feed_forward: str
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """Use of one cache class; ids are pages, slots or rows."""
+
+    name: str
+    total: int
+    used: int
+    cached: int
+    peak: int
+    fragmentation: float
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """All that can be known about a server without its logs."""
+
+    model: str
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    layers: list[LayerInfo]
+    versions: dict[str, str]
+    devices: list[str]
+    engine: dict[str, Any]  # the resolved EngineConfig
+    running: int
+    waiting: int
+    steps: int
+    preemptions: int
+    compiles: int
+    caches: list[CacheInfo]
+    kernels: list[KernelChoice]
+
+
+def server_info(engine: AsyncEngine, model_name: str) -> ServerInfo:
+    """A snapshot."""
+    stats, config, model = engine.stats(), engine.config, engine.model_config
+    return ServerInfo(
+        model=model_name,
+        model_type=model.model_type,
+        vocab_size=model.vocab_size,
+        max_model_len=config.max_model_len,
+        layers=[LayerInfo(*describe_layer(layer)) for layer in model.layers],
+        versions={
+            "hybrid-jax": hybrid_jax.__version__,
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+        },
+        devices=[f"{device.platform}: {device.device_kind}" for device in jax.devices()],
+        engine=asdict(config),
+        running=stats.running,
+        waiting=stats.waiting,
+        steps=stats.steps,
+        preemptions=stats.preemptions,
+        compiles=stats.compiles,
+        caches=[
+            CacheInfo(g.name, g.total, g.used, g.cached, g.peak, g.fragmentation)
+            for g in stats.caches
+        ],
+        kernels=list(kernel_report()),
+    )
