@@ -61,6 +61,10 @@ class RaggedBatch:
         """bool[S]: the row is not padding."""
         return jnp.arange(self.num_rows_padded, dtype=jnp.int32) < self.counts[1]
 
+    def token_valid(self, num_tokens: int) -> jax.Array:
+        """bool[T]: the token is not padding."""
+        return jnp.arange(num_tokens, dtype=jnp.int32) < self.query_start_loc[self.counts[1]]
+
     def token_rows(self, num_tokens: int) -> jax.Array:
         """i32[T]: the row of each token; padding tokens get S (one past the last row).
 
@@ -68,8 +72,7 @@ class RaggedBatch:
         """
         token = jnp.arange(num_tokens, dtype=jnp.int32)
         row = jnp.searchsorted(self.query_start_loc[1:], token, side="right").astype(jnp.int32)
-        valid = token < self.query_start_loc[self.counts[1]]
-        return jnp.where(valid, row, self.num_rows_padded)
+        return jnp.where(self.token_valid(num_tokens), row, self.num_rows_padded)
 
     def positions(self, num_tokens: int) -> jax.Array:
         """i32[T]: position of each token in its sequence; 0 for padding tokens."""

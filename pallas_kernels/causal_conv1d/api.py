@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels import registry
 from pallas_kernels.causal_conv1d import reference
+from pallas_kernels.checks import check_rows, check_shapes
 from pallas_kernels.ragged import RaggedBatch
 
 OP = "causal_conv1d"
@@ -71,18 +72,13 @@ def _check(
             f"{OP}: x must be [T, C] and weight [C, W >= 2], got {x.shape} and {weight.shape}"
         )
     num_tokens, channels = x.shape
-    rows = (ragged.num_rows_padded,)
     expected = {
         "weight": (weight, (channels, weight.shape[1])),
         "state": (state, (state.shape[0], weight.shape[1] - 1, channels)),
-        "read_slots": (read_slots, rows),
-        "write_slots": (write_slots, rows),
     }
     if bias is not None:
         expected["bias"] = (bias, (channels,))
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"{OP}: {name} must be {shape}, got {array.shape}")
+    check_shapes(OP, expected)
     if activation not in ("silu", None):
         raise ValueError(f"{OP}: activation must be 'silu' or None, got {activation!r}")
-    ragged.check(num_tokens, OP)
+    check_rows(OP, num_tokens, ragged, read_slots, write_slots)

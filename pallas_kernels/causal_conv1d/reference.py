@@ -65,8 +65,7 @@ def causal_conv1d(
     earlier = jnp.where(ragged.has_state[:, None, None], earlier, jnp.zeros_like(earlier))
     taps = _decode_taps(x, earlier) if ragged.decode_only else _mixed_taps(x, earlier, ragged)
     y = weighted_sum(taps, weight, bias, activation).astype(x.dtype)
-    valid = jnp.arange(x.shape[0], dtype=jnp.int32) < ragged.query_start_loc[ragged.counts[1]]
-    y = jnp.where(valid[:, None], y, jnp.zeros_like(y))
+    y = jnp.where(ragged.token_valid(x.shape[0])[:, None], y, jnp.zeros_like(y))
     # The last W - 1 of [earlier, tokens]: entries len, ..., len + W - 2.
     index = ragged.query_lens[:, None] + jnp.arange(keep, dtype=jnp.int32)[None]
     token = jnp.maximum(ragged.query_start_loc[:-1, None] + index - keep, 0)

@@ -3,9 +3,9 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import registry
+from pallas_kernels.checks import check_float32, check_groups, check_rows, check_shapes
 from pallas_kernels.gated_delta_rule import reference
 from pallas_kernels.ragged import RaggedBatch
 
@@ -31,7 +31,7 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the gated delta rule over every row of a ragged batch, from slot to slot.
 
-    Per value head: S <- e^g S;  S <- S + k (x) beta (v - S^T k);  o = S^T q, in float32.
+    Per value head: S <- diag(e^g) S;  S <- S + k (x) beta (v - S^T k);  o = S^T q, in float32.
     A row with earlier tokens starts from `state[read_slots]`, any other from zeros, whatever its
     slot holds. The state after the row's last token goes to `state[write_slots]`; every other slot
     is left as it is. A slot written in this batch must not be read by another row of it.
@@ -40,7 +40,8 @@ def gated_delta_rule(
         q: [T, Hk, dk] queries.
         k: [T, Hk, dk] keys; key head j serves value heads [j * Hv / Hk, (j + 1) * Hv / Hk).
         v: [T, Hv, dv] values.
-        g: f32[T, Hv] log decay, <= 0.
+        g: f32[T, Hv] log decay, <= 0; or f32[T, Hv, dk], one per key channel (Kimi delta
+            attention).
         beta: f32[T, Hv] write strength.
         state: f32[slots, Hv, dk, dv]; donate it to the surrounding jit to update it in place.
         ragged: row boundaries.
@@ -88,22 +89,13 @@ def _check(
         raise ValueError(f"{OP}: q, k, v must be [T, heads, dim], got q {q.shape}, v {v.shape}")
     num_tokens, v_heads, dv = v.shape
     k_heads, dk = q.shape[1:]
-    rows = (ragged.num_rows_padded,)
-    expected = {
+    check_shapes(OP, {
         "q": (q, (num_tokens, k_heads, dk)),
         "k": (k, (num_tokens, k_heads, dk)),
-        "g": (g, (num_tokens, v_heads)),
+        "g": (g, (num_tokens, v_heads, dk)[: max(2, g.ndim)]),
         "beta": (beta, (num_tokens, v_heads)),
         "state": (state, (state.shape[0], v_heads, dk, dv)),
-        "read_slots": (read_slots, rows),
-        "write_slots": (write_slots, rows),
-    }
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"{OP}: {name} must be {shape}, got {array.shape}")
-    for name, array in (("g", g), ("beta", beta), ("state", state)):
-        if array.dtype != jnp.float32:
-            raise ValueError(f"{OP}: {name} must be float32, got {array.dtype}")
-    if v_heads % k_heads:
-        raise ValueError(f"{OP}: {v_heads} value heads are not a multiple of {k_heads} key heads")
-    ragged.check(num_tokens, OP)
+    })  # fmt: skip
+    check_float32(OP, g=g, beta=beta, state=state)
+    check_groups(OP, v_heads, k_heads)
+    check_rows(OP, num_tokens, ragged, read_slots, write_slots)

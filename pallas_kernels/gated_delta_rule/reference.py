@@ -1,22 +1,22 @@
 """The gated delta rule in plain JAX: the definition of correct, and the path on CPU.
 
-Per value head, with state S[dk, dv], decay e^g and write strength beta:
+Per value head, with state S[dk, dv], decay e^g (one, or one per key channel) and write strength
+beta:
 
-    S <- e^g S;  S <- S + k (x) beta (v - S^T k);  o = S^T q
+    S <- diag(e^g) S;  S <- S + k (x) beta (v - S^T k);  o = S^T q
 
-Everything is computed in float32. Letters: T tokens, S rows, C chunk, Hk key heads, Hv value heads.
+Everything is computed in float32. Letters: T tokens, C chunk, Hk key heads, Hv value heads.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import decay, recurrence
 from pallas_kernels.ragged import RaggedBatch
 
 F32 = jnp.float32
 BASE = 8  # width of the triangular blocks that are inverted row by row
-CHUNK = 64  # tokens per matrix product in prefill
-UNROLL = 8  # chunks per loop turn in `chunked`
 
 
 def recurrent(
@@ -36,7 +36,7 @@ def recurrent(
         q: [T, Hk, dk] queries.
         k: [T, Hk, dk] keys; key head j serves value heads [j * Hv / Hk, (j + 1) * Hv / Hk).
         v: [T, Hv, dv] values.
-        g: [T, Hv] log decay, <= 0.
+        g: [T, Hv] or [T, Hv, dk] log decay, <= 0.
         beta: [T, Hv] write strength.
         initial: f32[Hv, dk, dv] state before the first token; None: zeros.
         scale: factor on q; None: dk ** -0.5.
@@ -45,14 +45,9 @@ def recurrent(
     Returns:
         out [T, Hv, dv] in the dtype of v, and the final state f32[Hv, dk, dv].
     """
-    q, k = prepare(q, k, v.shape[-2], scale=scale, l2norm=l2norm)
+    tokens = prepare(q, k, v, g, beta, scale=scale, l2norm=l2norm)
     state = zeros_like_state(k, v) if initial is None else initial.astype(F32)
-
-    def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        out, state = token_update(state, *token)
-        return state, out
-
-    final, out = lax.scan(step, state, (q, k, v.astype(F32), g.astype(F32), beta.astype(F32)))
+    out, final = recurrence.recurrent(token_update, tokens, state)
     return out.astype(v.dtype), final
 
 
@@ -74,40 +69,54 @@ def chunked(
     """
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk must be a power of two, got {chunk}")
-    num_tokens = v.shape[0]
-    q, k = prepare(q, k, v.shape[-2], scale=scale, l2norm=l2norm)
+    tokens = prepare(q, k, v, g, beta, scale=scale, l2norm=l2norm)
     state = zeros_like_state(k, v) if initial is None else initial.astype(F32)
+    out, final = recurrence.chunked(RECURRENCE, tokens, state, chunk)
+    return out.astype(v.dtype), final
 
-    def split(x: jax.Array) -> jax.Array:  # [T, H, ...] -> [T / C, H, C, ...]
-        # Padding tokens have beta 0 and g 0: they leave the state as it is.
-        pad = [(0, -num_tokens % chunk)] + [(0, 0)] * (x.ndim - 1)
-        x = jnp.pad(x.astype(F32), pad)
-        return jnp.swapaxes(x.reshape(-1, chunk, *x.shape[1:]), 1, 2)
 
-    q, k, values, g, beta = (split(x) for x in (q, k, v, g, beta))
-    decay, inverse, scores = jax.vmap(within_chunk)(q, k, g, beta)
-
-    def step(state: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        out, state = across_chunks(state, *block)
-        return state, out
-
-    # Unrolled, since XLA:CPU runs the loop's gradient at a third of the speed.
-    blocks = (q, k, values, beta, decay, inverse, scores)
-    final, out = lax.scan(step, state, blocks, unroll=max(1, min(UNROLL, q.shape[0])))
-    out = jnp.swapaxes(out, 1, 2).reshape(-1, *v.shape[1:])
-    return out[:num_tokens].astype(v.dtype), final
+def gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    ragged: RaggedBatch,
+    read_slots: jax.Array,
+    write_slots: jax.Array,
+    *,
+    scale: float | None,
+    l2norm: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.gated_delta_rule`."""
+    tokens = prepare(q, k, v, g, beta, scale=scale, l2norm=l2norm)
+    slots = read_slots, write_slots
+    out, state = recurrence.ragged(RECURRENCE, tokens, state, ragged, *slots, v.shape[1:])
+    return out.astype(v.dtype), state
 
 
 def prepare(
-    q: jax.Array, k: jax.Array, num_v_heads: int, *, scale: float | None, l2norm: bool
-) -> tuple[jax.Array, jax.Array]:
-    """q and k [..., Hk, dk] -> f32[..., Hv, dk]: normalised, q scaled, heads repeated."""
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    scale: float | None,
+    l2norm: bool,
+) -> tuple[jax.Array, ...]:
+    """The operands as `token_update` takes them: float32, q and k normalised, q scaled.
+
+    q and k [T, Hk, dk] become [T, Hv, dk], their heads repeated; g becomes [T, Hv, 1 or dk].
+    """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k = q.astype(F32), k.astype(F32)
+    q, k, v, g, beta = (x.astype(F32) for x in (q, k, v, g, beta))
     if l2norm:
         q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
-    repeats = num_v_heads // k.shape[-2]
-    return jnp.repeat(q * factor, repeats, axis=-2), jnp.repeat(k, repeats, axis=-2)
+    repeats = v.shape[-2] // k.shape[-2]
+    q, k = jnp.repeat(q * factor, repeats, axis=-2), jnp.repeat(k, repeats, axis=-2)
+    return q, k, v, g if g.ndim == 3 else g[:, :, None], beta
 
 
 def zeros_like_state(k: jax.Array, v: jax.Array) -> jax.Array:
@@ -118,56 +127,60 @@ def zeros_like_state(k: jax.Array, v: jax.Array) -> jax.Array:
 def token_update(
     state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One token: state [Hv, dk, dv], q and k [Hv, dk], v [Hv, dv], g and beta [Hv], all float32.
+    """One token: state [Hv, dk, dv], q and k [Hv, dk], v [Hv, dv], g [Hv, 1 or dk], beta [Hv].
 
     Returns out [Hv, dv] and the new state. The output is taken from the old state,
-    S'^T q = e^g S^T q + (k . q) delta, so that the state is read once for both products.
+    S'^T q = S^T (e^g q) + (k . q) delta, so that the state is read once for both products.
     """
-    decay = jnp.exp(g)[:, None]
-    old_k, old_q = (jnp.sum(state * x[:, :, None], axis=1) for x in (k, q))
-    delta = beta[:, None] * (v - decay * old_k)
-    out = decay * old_q + jnp.sum(q * k, axis=-1, keepdims=True) * delta
-    return out, decay[:, :, None] * state + k[:, :, None] * delta[:, None, :]
+    kept = jnp.exp(g)
+    old_k, old_q = (jnp.sum(state * (kept * x)[:, :, None], axis=1) for x in (k, q))
+    delta = beta[:, None] * (v - old_k)
+    out = old_q + jnp.sum(q * k, axis=-1, keepdims=True) * delta
+    return out, kept[:, :, None] * state + k[:, :, None] * delta[:, None, :]
 
 
 def within_chunk(
-    q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a chunk needs that does not depend on the state. q, k [Hv, C, dk]; g, beta [Hv, C].
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
+) -> tuple[jax.Array, ...]:
+    """What a chunk [C, Hv, ...] needs that does not depend on the state, heads first.
 
-    Returns the cumulative log decay [Hv, C], the inverse of I + A [Hv, C, C] with
-    A[i, j] = beta_i e^(decay_i - decay_j) k_i . k_j for j < i, and the decayed scores q_i . k_j.
+    Returns q and k decayed since the chunk began and k decayed until it ends [Hv, C, dk], the
+    decay over the chunk [Hv, 1 or dk], v and beta, the inverse of I + A [Hv, C, C] with
+    A[i, j] = beta_i k_i . (decayed) k_j for j < i, and the decayed scores q_i . k_j.
     """
-    decay = jnp.cumsum(g, axis=-1)
-    size = g.shape[-1]
-    lower = jnp.tril(jnp.ones((size, size), bool))[None]
-    # Selected before the exponential: above the diagonal the difference may overflow it.
-    ratio = jnp.exp(jnp.where(lower, decay[:, :, None] - decay[:, None, :], -jnp.inf))
-    below = jnp.where(jnp.eye(size, dtype=bool)[None], 0.0, ratio * beta[:, :, None])
-    inverse = unit_lower_inverse(below * jnp.einsum("hid,hjd->hij", k, k))
-    return decay, inverse, ratio * jnp.einsum("hid,hjd->hij", q, k)
+    q, k, v, g, beta = (jnp.swapaxes(x, 0, 1) for x in (q, k, v, g, beta))
+    total = jnp.cumsum(g, axis=1)
+    last = total[:, -1:]
+    diagonal = jnp.eye(g.shape[1], dtype=bool)[None]
+    below = jnp.where(diagonal, 0.0, beta[:, :, None] * decay.scores(k, k, total))
+    inverse = unit_lower_inverse(below)
+    grown = jnp.exp(total)
+    keys = grown * k, jnp.exp(last - total) * k
+    return grown * q, *keys, jnp.exp(last[:, 0]), v, beta, inverse, decay.scores(q, k, total)
 
 
 def across_chunks(
     state: jax.Array,
     q: jax.Array,
     k: jax.Array,
+    k_end: jax.Array,
+    kept: jax.Array,
     v: jax.Array,
     beta: jax.Array,
-    decay: jax.Array,
     inverse: jax.Array,
     scores: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Carries state [Hv, dk, dv] over one chunk: v [Hv, C, dv], the rest as in `within_chunk`.
+    """Carries state [Hv, dk, dv] over one chunk, the rest as from `within_chunk`.
 
-    Returns out [Hv, C, dv] and the state after the chunk.
+    Returns out [C, Hv, dv] and the state after the chunk.
     """
-    growth = jnp.exp(decay)[:, :, None]
-    delta = inverse @ (beta[:, :, None] * (v - growth * (k @ state)))
-    out = growth * (q @ state) + scores @ delta
-    rest = jnp.exp(decay[:, -1:] - decay)[:, :, None]
-    new = jnp.einsum("hid,hiv->hdv", k, rest * delta)
-    return out, jnp.exp(decay[:, -1])[:, None, None] * state + new
+    delta = inverse @ (beta[:, :, None] * (v - k @ state))
+    out = q @ state + scores @ delta
+    new = jnp.einsum("hid,hiv->hdv", k_end, delta)
+    return jnp.swapaxes(out, 0, 1), kept[:, :, None] * state + new
+
+
+RECURRENCE = recurrence.Recurrence(token_update, within_chunk, across_chunks)
 
 
 @jax.custom_jvp
@@ -218,94 +231,3 @@ def _unit_lower_inverse_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     inverse = unit_lower_inverse(*primals)
     return inverse, -(inverse @ tangents[0] @ inverse)
-
-
-def gated_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    state: jax.Array,
-    ragged: RaggedBatch,
-    read_slots: jax.Array,
-    write_slots: jax.Array,
-    *,
-    scale: float | None,
-    l2norm: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """See `api.gated_delta_rule`."""
-    dtype = v.dtype
-    q, k = prepare(q, k, v.shape[1], scale=scale, l2norm=l2norm)
-    tokens = (q, k, v.astype(F32), g, beta)
-    # Row s with earlier tokens starts from its slot; -1 stands for zeros.
-    sources = jnp.where(ragged.has_state, read_slots, -1)
-    out = jnp.zeros(v.shape, F32)
-    out, state = _decode(out, state, tokens, ragged.counts[0], sources, write_slots)
-    if not ragged.decode_only:
-        out, state = _prefill(out, state, tokens, ragged, sources, write_slots)
-    return out.astype(dtype), state
-
-
-def _read(state: jax.Array, source: jax.Array) -> jax.Array:
-    """f32[Hv, dk, dv]: a slot's state, or zeros for source -1."""
-    row = lax.dynamic_index_in_dim(state, jnp.maximum(source, 0), keepdims=False)
-    return jnp.where(source >= 0, row, jnp.zeros_like(row))
-
-
-def _decode(
-    out: jax.Array,
-    state: jax.Array,
-    tokens: tuple[jax.Array, ...],
-    count: jax.Array,
-    sources: jax.Array,
-    write_slots: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Rows [0, count), one token each. A loop, since a row's state (megabytes) fits the cache."""
-
-    def body(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        out, state = carry
-        token = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in tokens)
-        row_out, row_state = token_update(_read(state, sources[i]), *token)
-        out = lax.dynamic_update_index_in_dim(out, row_out, i, 0)
-        return out, lax.dynamic_update_index_in_dim(state, row_state, write_slots[i], 0)
-
-    return lax.fori_loop(0, count, body, (out, state))
-
-
-def _prefill(
-    out: jax.Array,
-    state: jax.Array,
-    tokens: tuple[jax.Array, ...],
-    ragged: RaggedBatch,
-    sources: jax.Array,
-    write_slots: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Prefill rows, a chunk at a time; between chunks the state lives in the write slot."""
-    num_tokens = out.shape[0]
-    blocks = ragged.prefill_blocks(CHUNK)
-    # A chunk may reach past the last token.
-    padded = (jnp.pad(x, [(0, CHUNK)] + [(0, 0)] * (x.ndim - 1)) for x in (out, *tokens))
-    out, *operands = padded
-    index = jnp.arange(CHUNK, dtype=jnp.int32)
-
-    def body(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        out, state = carry
-        row, start, length, nth = blocks.block(i)
-        inside = index < length
-
-        def load(x: jax.Array) -> jax.Array:  # [T, Hv, ...] -> [Hv, C, ...], zeros past the block
-            x = lax.dynamic_slice_in_dim(x, start, CHUNK)
-            mask = inside.reshape(CHUNK, *[1] * (x.ndim - 1))
-            return jnp.swapaxes(jnp.where(mask, x, jnp.zeros_like(x)), 0, 1)
-
-        q, k, v, g, beta = (load(x) for x in operands)
-        before = _read(state, jnp.where(nth == 0, sources[row], write_slots[row]))
-        decay, inverse, scores = within_chunk(q, k, g, beta)
-        new, after = across_chunks(before, q, k, v, beta, decay, inverse, scores)
-        # Past the block `new` is 0 or belongs to rows that come later in the loop.
-        out = lax.dynamic_update_slice_in_dim(out, jnp.swapaxes(new, 0, 1), start, 0)
-        return out, lax.dynamic_update_index_in_dim(state, after, write_slots[row], 0)
-
-    out, state = lax.fori_loop(0, blocks.total, body, (out, state))
-    return out[:num_tokens], state

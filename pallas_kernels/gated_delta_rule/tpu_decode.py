@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged import RaggedBatch
+from pallas_kernels.tpu_rows import decode_schedule, gates_by_block, head_part
 
 F32 = jnp.float32
 Tokens = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -39,7 +40,7 @@ def decode(
     for `api.gated_delta_rule`.
 
     Args:
-        heads: value heads per grid step; divides Hv and is a multiple of Hv / Hk.
+        heads: value heads per grid step, see `tpu_chip.head_block`.
         vmem_limit: bytes of VMEM that the kernel may use.
         interpret: as for `pl.pallas_call`.
 
@@ -50,14 +51,12 @@ def decode(
     rows, v_heads, dv = v.shape
     dk = q.shape[2]
     blocks = v_heads // heads
-    k_heads = q.shape[1] // blocks
+    k_heads = max(1, q.shape[1] // blocks)
     size = min(rows, ROWS)
-    # g and beta of a head block side by side, so that a block of lanes needs no offset.
-    gates = jnp.stack([g, beta]).reshape(2, rows, blocks, heads)
-    gates = gates.transpose(2, 1, 0, 3).reshape(blocks, rows, 2 * heads)
 
-    def part(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((size, width), lambda j, i, *_: (i // size, j))
+    def part(x: jax.Array) -> pl.BlockSpec:
+        lanes, index = head_part(x, blocks)
+        return pl.BlockSpec((size, lanes), lambda j, i, *_: (i // size, index(j)))
 
     def slot(which: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, dk, dv), lambda j, i, *scalars: (scalars[which][i], j, 0, 0))
@@ -74,13 +73,11 @@ def decode(
             num_scalar_prefetch=4,
             grid=(blocks, rows),
             in_specs=[
-                part(k_heads * dk),
-                part(k_heads * dk),
-                part(heads * dv),
+                *(part(x) for x in (q, k, v)),
                 pl.BlockSpec((1, size, 2 * heads), lambda j, i, *_: (j, i // size, 0)),
                 slot(0),
             ],
-            out_specs=(part(heads * dv), slot(1)),
+            out_specs=(part(v), slot(1)),
             scratch_shapes=[
                 pltpu.VMEM((size, -(-2 * k_heads // 8) * 8, dk), F32),
                 pltpu.VMEM((size, heads, dv), F32),
@@ -93,31 +90,12 @@ def decode(
         ),
         interpret=interpret,
     )(
-        *_schedule(ragged, *slots),
+        *decode_schedule(ragged, slots),
         *(x.reshape(rows, -1) for x in (q, k, v)),
-        gates,
+        gates_by_block([g, beta], heads),
         state,
     )
     return out.reshape(v.shape), state
-
-
-def _schedule(
-    ragged: RaggedBatch, read_slots: jax.Array, write_slots: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Per row, i32[S]: slot to read, slot to write, starts from zeros; and the decode rows, i32[1].
-
-    A grid step must name a block even if it has no use for it. Naming the block of an earlier row
-    again moves nothing, so rows that start from zeros read, and rows that do not decode read and
-    write, "what the row before them did". Where there is none it is the null slot.
-    """
-    row = jnp.arange(ragged.num_rows_padded, dtype=jnp.int32)
-    count = ragged.counts[:1]
-    reads = (row < count) & ragged.has_state
-    reader = lax.cummax(jnp.where(reads, row, -1))
-    source = jnp.where(reader >= 0, read_slots[jnp.maximum(reader, 0)], 0)
-    writer = jnp.minimum(row, count - 1)
-    target = jnp.where(writer >= 0, write_slots[jnp.maximum(writer, 0)], 0)
-    return source, target, 1 - ragged.has_state.astype(jnp.int32), count
 
 
 def _kernel(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import registry
+from pallas_kernels.checks import check_shapes
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.ragged import RaggedBatch
 
@@ -112,9 +113,7 @@ def _check(
     }
     if sinks is not None:
         expected["sinks"] = (sinks, (q_heads,))
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"{OP}: {name} must be {shape}, got {array.shape}")
+    check_shapes(OP, expected)
     if q_heads % kv_heads:
         raise ValueError(f"{OP}: {q_heads} query heads are not a multiple of {kv_heads} KV heads")
     if table.dtype != jnp.int32:

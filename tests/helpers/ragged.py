@@ -1,7 +1,7 @@
 """Ragged batches for kernel tests, and float64 oracles that go token by token in numpy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +40,11 @@ class Rows:
         """The tokens of each row on the flat axis."""
         ends = np.cumsum([0, *(n for _, n in self.all)])
         return [slice(int(a), int(b)) for a, b in zip(ends, ends[1:], strict=False)]
+
+    def padded(self, num_rows: int, num_tokens: int) -> "Rows":
+        """The same rows in a bucket, so that batches of one shape compile once."""
+        used = sum(n for _, n in self.all)
+        return replace(self, pad_rows=num_rows - len(self.all), pad_tokens=num_tokens - used)
 
     def ragged(self) -> RaggedBatch:
         """The batch as kernels take it; without prefill rows it is a DECODE batch."""
@@ -93,7 +98,9 @@ def delta_rule_oracle(
     scale: float,
     l2norm: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One sequence: q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv], state [Hv, dk, dv]."""
+    """One sequence: q, k [T, Hk, dk], v [T, Hv, dv], g [T, Hv (, dk)], beta [T, Hv], state
+    [Hv, dk, dv].
+    """
     if l2norm:
         q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
     repeats = v.shape[1] // k.shape[1]
@@ -101,10 +108,86 @@ def delta_rule_oracle(
     out = np.zeros(v.shape)
     state = state.copy()
     for t in range(len(v)):
-        state *= np.exp(g[t])[:, None, None]
+        state *= np.exp(g[t]).reshape(len(state), -1, 1)
         memory = np.einsum("hkv,hk->hv", state, k[t])
         state += np.einsum("hk,hv->hkv", k[t], beta[t][:, None] * (v[t] - memory))
         out[t] = np.einsum("hkv,hk->hv", state, q[t])
+    return out, state
+
+
+def gla_oracle(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, state: np.ndarray, *, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """One sequence: q, k [T, Hk, dk], v [T, Hv, dv], g [T, Hv (, dk)], state [Hv, dk, dv]."""
+    repeats = v.shape[1] // k.shape[1]
+    q, k = (np.repeat(x, repeats, axis=1) for x in (q * scale, k))
+    out = np.zeros(v.shape)
+    for t in range(len(v)):
+        state = state * np.exp(g[t]).reshape(len(state), -1, 1)
+        state = state + np.einsum("hk,hv->hkv", k[t], v[t])
+        out[t] = np.einsum("hkv,hk->hv", state, q[t])
+    return out, state
+
+
+def ssd_oracle(
+    x: np.ndarray,
+    dt: np.ndarray,
+    A: np.ndarray,
+    B: np.ndarray,
+    C: np.ndarray,
+    D: np.ndarray,
+    dt_bias: np.ndarray,
+    state: np.ndarray,
+    dt_limit: tuple[float, float],
+) -> tuple[np.ndarray, np.ndarray]:
+    """One sequence: x [T, H, P], dt [T, H], B, C [T, G, N], A, D, dt_bias [H], state [N, H P]."""
+    B, C = (np.repeat(w, x.shape[1] // w.shape[1], axis=1) for w in (B, C))
+    out, state = np.zeros(x.shape), state.reshape(len(state), *x.shape[1:])
+    for t in range(len(x)):
+        step = np.clip(np.logaddexp(0, dt[t] + dt_bias), *dt_limit)
+        state = np.exp(step * A)[:, None] * state
+        state = state + np.einsum("hp,hn->nhp", step[:, None] * x[t], B[t])
+        out[t] = np.einsum("nhp,hn->hp", state, C[t]) + D[:, None] * x[t]
+    return out, state.reshape(len(state), -1)
+
+
+def rwkv7_oracle(
+    r: np.ndarray,
+    w: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    state: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """One sequence: r, w, k, a, b [T, H, dk], v [T, H, dv], state [H, dk, dv]."""
+    out = np.zeros(v.shape)
+    for t in range(len(v)):
+        heads = []
+        for h, old in enumerate(state):
+            move = np.diag(np.exp(w[t, h])) + np.outer(b[t, h], a[t, h])
+            heads.append(move @ old + np.outer(k[t, h], v[t, h]))
+        state = np.stack(heads)
+        out[t] = np.einsum("hkv,hk->hv", state, r[t])
+    return out, state
+
+
+def selective_scan_oracle(
+    x: np.ndarray,
+    dt: np.ndarray,
+    A: np.ndarray,
+    B: np.ndarray,
+    C: np.ndarray,
+    D: np.ndarray,
+    dt_bias: np.ndarray,
+    state: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """One sequence: x, dt [T, E], B, C [T, N], D, dt_bias [E], A, state [N, E]."""
+    out = np.zeros(x.shape)
+    for t in range(len(x)):
+        step = np.logaddexp(0, dt[t] + dt_bias)
+        state = np.exp(step * A) * state + np.outer(B[t], step * x[t])
+        out[t] = C[t] @ state + D * x[t]
     return out, state
 
 

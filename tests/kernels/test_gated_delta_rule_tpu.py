@@ -12,15 +12,18 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import platform
 from pallas_kernels.gated_delta_rule import mosaic_tpu
 from pallas_kernels.gated_delta_rule.cases import CASES, MXU_STATE_ATOL, Case
-from pallas_kernels.registry import Facts
-from tests.helpers.ragged import Rows, delta_rule_oracle
-from tests.kernels.test_gated_delta_rule import draw, on_device
+from pallas_kernels.registry import ArrayFacts, Facts
+from pallas_kernels.tpu_chip import CHIPS
+from tests.helpers import slots
+from tests.helpers.ragged import Rows
+from tests.kernels.test_gated_delta_rule import draw, nearly_equal_keys
 
 CASE = {case.name: case for case in CASES}
-SMALL = [case for case in CASES if case.name.startswith("tiny")]
-LARGE = [case for case in CASES if not case.name.startswith("tiny")]
+TAKEN = [case for case in CASES if not case.per_channel]
+SMALL = [case for case in TAKEN if case.name.startswith("tiny")]
+LARGE = [case for case in TAKEN if not case.name.startswith("tiny")]
 GROUPED = Case("grouped", 2, 4, 128, 128)
-HEADS = mosaic_tpu.Heads(2, 4, 128, 128)
+Q, STATE = ArrayFacts((1, 2, 128), "float32"), ArrayFacts((1, 4, 128, 128), "float32")
 GROUPED_BF16 = Case("grouped_bf16", 1, 3, 128, 128, dtype="bfloat16", atol=4e-3)
 # Every shape compiles anew, which takes seconds.
 BREADTH = [GROUPED_BF16, *(pytest.param(x, marks=pytest.mark.slow) for x in (GROUPED, *SMALL))]
@@ -67,48 +70,11 @@ def check(
     *,
     target: tuple[str, str] | None = None,
     shared: bool = False,
-    tokens: dict[str, np.ndarray] | None = None,
 ) -> None:
-    """Out and every slot, the null slot included. `shared`: all rows read the same slot."""
-    rng = np.random.default_rng(0)
-    tokens = draw(case, rows.num_tokens, rng) if tokens is None else tokens
-    used = sum(query for _, query in rows.all)
-    for array in tokens.values():
-        array[used:] = np.nan  # padding tokens
-    slots = 2 * rows.num_rows + 2
-    order = rng.permutation(np.arange(1, slots))
-    read, write = (order[i : i + rows.num_rows].copy() for i in (0, rows.num_rows))
-    write[::3] = read[::3]  # some rows update their slot in place
-    if shared:
-        read[:], write[:] = order[0], order[1 : rows.num_rows + 1]
-    shape = (case.num_v_heads, case.k_dim, case.v_dim)
-    before = np.full((slots, *shape), np.nan)
-    for row, (earlier, _) in enumerate(rows.all):
-        if earlier:
-            before[read[row]] = rng.normal(size=shape).astype(np.float32)
-    expected_out, after = np.zeros((rows.num_tokens, *shape[::2])), before.copy()
-    for row, (earlier, _) in enumerate(rows.all):
-        part = {name: x[rows.slices[row]] for name, x in tokens.items()}
-        state = before[read[row]] if earlier else np.zeros(shape)
-        expected_out[rows.slices[row]], after[write[row]] = delta_rule_oracle(
-            **part, state=state, scale=case.k_dim**-0.5
-        )
-    read[len(rows.all) :] = write[len(rows.all) :] = 0
-    out, state = _jitted(interpret, target)(
-        **on_device(case, tokens),
-        state=jnp.asarray(before, jnp.float32),
-        ragged=rows.ragged(),
-        read_slots=jnp.asarray(read, jnp.int32),
-        write_slots=jnp.asarray(write, jnp.int32),
-    )
-    assert out.dtype == jnp.dtype(case.dtype)
-    np.testing.assert_allclose(np.asarray(out, float), expected_out, rtol=0, atol=case.atol)
-    state = np.asarray(state, float)
     rounds = case.dtype == "bfloat16" and rows.prefill
-    atol = MXU_STATE_ATOL if rounds else case.state_atol
-    np.testing.assert_allclose(state, after, rtol=0, atol=atol)
-    untouched = [slot for slot in range(slots) if slot not in write[: len(rows.all)]]
-    np.testing.assert_array_equal(state[untouched], before[untouched])
+    state_atol = MXU_STATE_ATOL if rounds else case.state_atol
+    tokens, call = draw(case, rows.num_tokens), _jitted(interpret, target)
+    slots.check(call, tokens, rows, atol=case.atol, state_atol=state_atol, shared=shared)
 
 
 @pytest.mark.parametrize("batch", DECODE)
@@ -124,8 +90,14 @@ def test_decode_of_model_shapes(case: Case) -> None:
 
 
 def test_decode_in_two_blocks_of_heads() -> None:
-    assert mosaic_tpu.decode_heads(HEADS, mosaic_tpu.CHIPS["TPU v5"]) == 2
+    assert mosaic_tpu.decode_heads(Q, STATE, CHIPS["TPU v5"]) == 2
     check(GROUPED, DECODE["mixed_ages"], target=TWO_CORES)
+
+
+def test_a_key_head_may_serve_several_blocks() -> None:
+    case = Case("one_key_head", 1, 4, 128, 128)
+    assert mosaic_tpu.decode_heads(ArrayFacts((1, 1, 128), "float32"), STATE, CHIPS["TPU v5"]) == 2
+    check(case, Rows(decode=(5, 0), prefill=((3, 5),)), target=TWO_CORES)
 
 
 def test_decode_rows_may_read_one_slot() -> None:
@@ -147,7 +119,7 @@ def test_prefill_of_model_shapes(case: Case) -> None:
 
 @pytest.mark.slow
 def test_prefill_in_two_blocks_of_heads() -> None:
-    assert mosaic_tpu.prefill_heads(HEADS, 4, mosaic_tpu.CHIPS["TPU v5"]) == 2
+    assert mosaic_tpu.prefill_heads(Q, STATE, 4, CHIPS["TPU v5"]) == 2
     check(GROUPED, PREFILL["mixed"], target=TWO_CORES)
 
 
@@ -170,14 +142,10 @@ def test_prefill_rows_may_read_one_slot() -> None:
 )
 def test_nearly_equal_keys(dtype: str, max_beta: float, bound: float) -> None:
     case = Case("correlated", 2, 4, 128, 128, max_beta, dtype)
-    rows, rng = Rows(prefill=((0, 200),)), np.random.default_rng(3)
-    tokens = draw(case, 200, rng)
-    tokens["k"] = tokens["k"][:1] + 1e-2 * tokens["k"]
-    tokens["beta"] = max_beta - 1e-3 * tokens["beta"]
-    tokens["g"] = 1e-5 * tokens["g"]
-    arrays = on_device(case, tokens)
+    rows, tokens = Rows(prefill=((0, 200),)), nearly_equal_keys(case, 200)
+    arrays = tokens.on_device()
     exact = {name: np.asarray(x, float) for name, x in arrays.items()}
-    expected = delta_rule_oracle(**exact, state=np.zeros((4, 128, 128)), scale=128**-0.5)
+    expected = tokens.oracle(**exact, state=np.zeros((4, 128, 128)))
     out, state = _jitted(True, None)(
         **arrays,
         state=jnp.full((2, 4, 128, 128), jnp.nan),
@@ -222,6 +190,7 @@ def facts(case: Case, kind: str = "TPU v6 lite", name: str = "tpu", **changes) -
         "q": keys,
         "k": keys,
         "v": array(case.dtype, 8, case.num_v_heads, case.v_dim),
+        "g": array("float32", 8, case.num_v_heads, *[case.k_dim] * case.per_channel),
         "state": array("float32", 9, case.num_v_heads, case.k_dim, case.v_dim),
         "decode_only": True,
     }
@@ -231,15 +200,16 @@ def facts(case: Case, kind: str = "TPU v6 lite", name: str = "tpu", **changes) -
 
 def test_refusals_have_reasons() -> None:
     case = CASE["qwen35_9b"]
-    for kind in mosaic_tpu.CHIPS:
+    for kind in CHIPS:
         assert mosaic_tpu.refuses(facts(case, kind)) is None
     half = jax.ShapeDtypeStruct((8, 16, 128), jnp.dtype("float16"))
-    one_group = Case("one_group", 1, 256, 128, 128)
+    large = Case("large", 1, 1, 1024, 1024)
     for refused, reason in (
         (facts(case, name="gpu"), "for TPU, not for gpu"),
         (facts(case, "TPU v3"), "knows no 'TPU v3'"),
         (facts(case, q=half), "not bfloat16, float16"),
+        (facts(CASE["kimi_linear_48b"]), "one decay per head"),
         (facts(SMALL[0]), "multiples of 128, not 8 and 12"),
-        (facts(one_group, "TPU v4"), "TPU v4's VMEM is too small"),
+        (facts(large, "TPU v4"), "TPU v4's VMEM is too small"),
     ):
         assert reason in str(mosaic_tpu.refuses(refused))

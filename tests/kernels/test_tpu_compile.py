@@ -6,10 +6,14 @@ import pytest
 
 from pallas_kernels import RaggedBatch, gated_delta_rule
 from pallas_kernels.gated_delta_rule.cases import CASES, Case
+from pallas_kernels.ssd import ssd
+from pallas_kernels.ssd.cases import CASES as SSD_CASES
+from pallas_kernels.ssd.cases import Case as SsdCase
 from tests.helpers.tpu import TOPOLOGIES, check_in_place, compile_for, needs_libtpu
 
 pytestmark = [needs_libtpu, pytest.mark.slow]
 GATED_DELTA = {case.name: case for case in CASES}
+SSD = {case.name: case for case in SSD_CASES}
 
 
 def shape(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
@@ -59,6 +63,49 @@ def test_gated_delta_rule_mixed(name: str, tokens: int, rows: int, chip: str) ->
     compiled = compile_for(chip, gated_delta(case, False), arguments, donate=(5,))
     kernels = ("gated_delta_decode", "gated_delta_prefill")
     check_in_place(compiled, arguments[5], kernels=kernels)
+
+
+def ssd_arguments(case: SsdCase, tokens: int, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """x, B, C as layers have them, flat; dt, A, D, dt_bias, state, row boundaries and slots."""
+    widths = (case.heads * case.head_dim, *[case.groups * case.state_size] * 2, case.heads)
+    state = shape("float32", 2 * rows + 1, case.state_size, case.heads * case.head_dim)
+    return (
+        *(shape(case.dtype, tokens, width) for width in widths),
+        *[shape("float32", case.heads)] * 3,
+        state,
+        *(shape("int32", n) for n in (rows + 1, rows, 2, rows, rows)),
+    )
+
+
+def run_ssd(case: SsdCase, decode_only: bool):
+    def run(x, B, C, dt, A, D, dt_bias, state, starts, lens, counts, read, write):
+        tokens = x.shape[0]
+        x = x.reshape(tokens, case.heads, case.head_dim)
+        B, C = (w.reshape(tokens, case.groups, case.state_size) for w in (B, C))
+        ragged = RaggedBatch(starts, lens, counts, decode_only)
+        y, state = ssd(x, dt, A, B, C, D, dt_bias, state, ragged, read, write)
+        return y.reshape(tokens, -1), state
+
+    return run
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("name", "rows"), [("nemotron_3_nano", 1), ("nemotron_3_nano", 64), ("bamba_9b", 20),
+                       ("falcon_h1_7b", 20)],
+)  # fmt: skip
+def test_ssd_decode(name: str, rows: int, chip: str) -> None:
+    arguments = ssd_arguments(SSD[name], rows, rows)
+    compiled = compile_for(chip, run_ssd(SSD[name], True), arguments, donate=(7,))
+    check_in_place(compiled, arguments[7], kernels=("ssd_decode",))
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("name", ["nemotron_3_nano", "bamba_9b", "falcon_h1_7b"])
+def test_ssd_mixed(name: str, chip: str) -> None:
+    arguments = ssd_arguments(SSD[name], 300, 20)
+    compiled = compile_for(chip, run_ssd(SSD[name], False), arguments, donate=(7,))
+    check_in_place(compiled, arguments[7], kernels=("ssd_decode", "ssd_prefill"))
 
 
 def test_a_copy_of_the_pool_is_seen() -> None:

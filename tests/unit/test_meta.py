@@ -1,6 +1,7 @@
 """Rules about the repository itself: CONTRIBUTING.md's limits, and that documents stay true."""
 
 import ast
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -128,6 +129,7 @@ def test_every_op_has_reference_cases_and_readme() -> None:
         for file in ("__init__.py", "api.py", "reference.py", "cases.py", "README.md"):
             assert (folder / file).is_file(), f"{name_of(folder)} has no {file}"
         assert (ROOT / "tests" / "kernels" / f"test_{folder.name}.py").is_file()
+        importlib.import_module(f"pallas_kernels.{folder.name}")
         assert registry.REFERENCE in registry.implementations(folder.name)
 
 

@@ -1,0 +1,37 @@
+"""Checks of operands that every op makes, so that a mistake is named before anything compiles."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged import RaggedBatch
+
+
+def check_shapes(op: str, expected: Mapping[str, tuple[jax.Array, tuple[int, ...]]]) -> None:
+    """Raises ValueError unless every array has its shape. `expected`: name -> (array, shape)."""
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"{op}: {name} must be {shape}, got {array.shape}")
+
+
+def check_float32(op: str, **arrays: jax.Array) -> None:
+    """Raises ValueError unless every array is float32."""
+    for name, array in arrays.items():
+        if array.dtype != jnp.float32:
+            raise ValueError(f"{op}: {name} must be float32, got {array.dtype}")
+
+
+def check_rows(
+    op: str, num_tokens: int, ragged: RaggedBatch, read_slots: jax.Array, write_slots: jax.Array
+) -> None:
+    """Raises ValueError unless tokens, rows and slots fit each other."""
+    rows = (ragged.num_rows_padded,)
+    check_shapes(op, {"read_slots": (read_slots, rows), "write_slots": (write_slots, rows)})
+    ragged.check(num_tokens, op)
+
+
+def check_groups(op: str, v_heads: int, k_heads: int) -> None:
+    """Raises ValueError unless every key head serves equally many value heads."""
+    if v_heads % k_heads:
+        raise ValueError(f"{op}: {v_heads} value heads are not a multiple of {k_heads} key heads")

@@ -1,0 +1,76 @@
+"""RWKV-7's recurrence in plain JAX: the definition of correct, and the path on CPU.
+
+Per head, with state S[dk, dv]:
+
+    S <- diag(e^w) S + b (x) S^T a + k (x) v;  o = S^T r
+
+where S^T a reads the state before the token. Everything is computed in float32, token by token:
+prefill has no form in matrix products yet. Letters: T tokens, H heads.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import recurrence
+from pallas_kernels.ragged import RaggedBatch
+
+F32 = jnp.float32
+
+
+def recurrent(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    initial: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One sequence. Differentiable; batch it with `jax.vmap`.
+
+    Operands as for `api.rwkv7`; `initial` is f32[H, dk, dv], None: zeros. Returns out [T, H, dv] in
+    the dtype of v, and the final state.
+    """
+    shape = (v.shape[1], k.shape[2], v.shape[2])
+    state = jnp.zeros(shape, F32) if initial is None else initial.astype(F32)
+    tokens = tuple(x.astype(F32) for x in (r, w, k, v, a, b))
+    out, final = recurrence.recurrent(_token, tokens, state)
+    return out.astype(v.dtype), final
+
+
+def rwkv7(
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    state: jax.Array,
+    ragged: RaggedBatch,
+    read_slots: jax.Array,
+    write_slots: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.rwkv7`."""
+    tokens = tuple(x.astype(F32) for x in (r, w, k, v, a, b))
+    op, slots = recurrence.sequential(_token), (read_slots, write_slots)
+    out, state = recurrence.ragged(op, tokens, state, ragged, *slots, v.shape[1:])
+    return out.astype(v.dtype), state
+
+
+def _token(
+    state: jax.Array,
+    r: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """One token: state [H, dk, dv]; r, w, k, a, b [H, dk]; v [H, dv]."""
+    read = jnp.sum(state * a[:, :, None], axis=1)
+    state = (
+        jnp.exp(w)[:, :, None] * state
+        + b[:, :, None] * read[:, None, :]
+        + k[:, :, None] * v[:, None, :]
+    )
+    return jnp.sum(state * r[:, :, None], axis=1), state
