@@ -6,6 +6,8 @@ import pytest
 
 from pallas_kernels import RaggedBatch, gated_delta_rule
 from pallas_kernels.gated_delta_rule.cases import CASES, Case
+from pallas_kernels.rows import clear_rows, copy_rows
+from pallas_kernels.rows.cases import CASES as ROWS
 from pallas_kernels.ssd import ssd
 from pallas_kernels.ssd.cases import CASES as SSD_CASES
 from pallas_kernels.ssd.cases import Case as SsdCase
@@ -106,6 +108,19 @@ def test_ssd_mixed(name: str, chip: str) -> None:
     arguments = ssd_arguments(SSD[name], 300, 20)
     compiled = compile_for(chip, run_ssd(SSD[name], False), arguments, donate=(7,))
     check_in_place(compiled, arguments[7], kernels=("ssd_decode", "ssd_prefill"))
+
+
+@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("name", ["qwen35_9b_slots", "qwen35_9b_pages", "nemotron_3_nano_slots"])
+def test_rows(name: str, chip: str) -> None:
+    case = {case.name: case for case in ROWS}[name]
+    pool = shape(case.dtype, *case.shape)
+
+    def run(pool, sources, targets, cleared):
+        return clear_rows(copy_rows(pool, sources, targets), cleared)
+
+    compiled = compile_for(chip, run, (pool, *[shape("int32", 8)] * 3), donate=(0,))
+    check_in_place(compiled, pool, kernels=("copy_rows", "clear_rows"))
 
 
 def test_a_copy_of_the_pool_is_seen() -> None:
