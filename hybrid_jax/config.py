@@ -19,7 +19,7 @@ from hybrid_jax.fields import (
     tuple_of,
 )
 from hybrid_jax.specs import LayerSpec, NormSpec
-from pallas_kernels.gated_delta_rule.reference import CHUNK as LINEAR_CHUNK
+from pallas_kernels.recurrence import CHUNK as LINEAR_CHUNK
 
 
 @dataclass(frozen=True)

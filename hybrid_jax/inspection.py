@@ -53,39 +53,6 @@ def inspect_model(
     )
 
 
-@dataclass(frozen=True)
-class KernelChoice:
-    """One choice that was made while tracing: what computes an op for operands of these shapes."""
-
-    op: str
-    implementation: str
-    forced: bool  # by the caller, who named it
-    device_kind: str
-    operands: tuple[tuple[str, str], ...]  # name, and dtype[shape] or the option's value
-    refused: tuple[tuple[str, str], ...]  # better-ranked implementations and why they cannot run
-
-
-def kernel_report() -> tuple[KernelChoice, ...]:
-    """Every distinct choice of a kernel in this process so far, oldest first."""
-    return tuple(
-        KernelChoice(
-            choice.op,
-            choice.implementation,
-            choice.forced,
-            choice.facts.device_kind,
-            tuple((name, _operand(value)) for name, value in choice.facts.items),
-            choice.refused,
-        )
-        for choice in registry.report()
-    )
-
-
-def _operand(value: object) -> str:
-    if isinstance(value, registry.ArrayFacts):
-        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
-    return str(value)
-
-
 def describe_layer(layer: LayerSpec) -> tuple[str, str, str]:
     """Kind, mixer and feed-forward of a layer in words."""
     mixer = layer.mixer
@@ -115,26 +82,28 @@ class KernelChoice:
 
     op: str
     implementation: str
-    operands: dict[str, str]  # shape and dtype, or an option's value
-    refused: dict[str, str]  # better-ranked implementation -> reason
     forced: bool  # by EngineConfig.implementations
+    device_kind: str
+    operands: dict[str, str]  # dtype[shape], or an option's value
+    refused: dict[str, str]  # better-ranked implementation -> reason
 
 
 def kernel_report() -> tuple[KernelChoice, ...]:
-    """Every choice of an implementation since the process began, oldest first."""
+    """Every distinct choice of an implementation since the process began, oldest first."""
     return tuple(
         KernelChoice(
-            selection.op,
-            selection.implementation,
-            {name: _operand(value) for name, value in selection.facts.values.items()},
-            dict(selection.refused),
-            selection.forced,
+            choice.op,
+            choice.implementation,
+            choice.forced,
+            choice.facts.device_kind,
+            {name: _operand(value) for name, value in choice.facts.items},
+            dict(choice.refused),
         )
-        for selection in registry.report()
+        for choice in registry.report()
     )
 
 
 def _operand(value: object) -> str:
     if isinstance(value, registry.ArrayFacts):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
     return str(value)

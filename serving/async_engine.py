@@ -189,16 +189,6 @@ class AsyncEngine:
             raise InvalidRequest("this model has no tokenizer; send token ids instead of text")
         return self.tokenizer
 
-    @property
-    def config(self) -> EngineConfig:
-        """The engine's resolved configuration."""
-        return self._engine.config
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """The model that runs."""
-        return self._engine.model_config
-
     async def check(self, request: Request) -> None:
         """Raises InvalidRequest if `generate` would find fault with the request.
 

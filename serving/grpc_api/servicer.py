@@ -144,8 +144,10 @@ class Servicer(InferenceServiceServicer):
                     implementation=choice.implementation,
                     forced=choice.forced,
                     device_kind=choice.device_kind,
-                    operands=dict(choice.operands),
-                    refused=[pb.Refusal(implementation=i, reason=r) for i, r in choice.refused],
+                    operands=choice.operands,
+                    refused=[
+                        pb.Refusal(implementation=i, reason=r) for i, r in choice.refused.items()
+                    ],
                 )
                 for choice in hybrid_jax.kernel_report()
             ],
