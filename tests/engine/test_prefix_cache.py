@@ -175,6 +175,46 @@ def test_stats_count_the_tokens_that_were_not_computed() -> None:
         assert group.total == group.used + group.cached + group.free
 
 
+class Counting(FakeRunner):
+    """Counts the tokens that are computed."""
+
+    computed = 0
+
+    def step(self, batch: Any, sampling: Any) -> Any:
+        self.computed += int(batch.query_start_loc[-1])
+        return super().step(batch, sampling)
+
+
+@pytest.mark.parametrize("stack", ["full", "window", "state", "all"])
+def test_two_requests_of_sixty_percent_of_the_pool(stack: str) -> None:
+    """Both finish, and the one that is preempted finds again what nobody needed meanwhile.
+
+    One preemption: the older one needs all but 40 % of the pages, so at least that much of what the
+    younger one had computed is still there, down to the grid.
+    """
+    specs, pages = STACKS[stack], 20
+    counts = tuple(12 if s is STATE else pages + 1 if s is FULL else 60 for s in specs)
+    computed = {}
+    for prefix_cache in (True, False):
+        runner = Counting(specs, counts, config(prefix_cache=prefix_cache, max_num_seqs=2))
+        engine = Engine(runner, None)
+        requests = [Request(f"r{i}", tokens(8, i), greedy(40)) for i in range(2)]
+        for request in requests:
+            assert len(request.prompt_token_ids) + 40 == 0.6 * pages * PAGE
+            engine.add_request(request)
+        record = drive(engine)
+        for request in requests:
+            expected = expected_tokens(request, specs, max_model_len=MAX_LEN)
+            assert record.tokens[(request.request_id, 0)] == expected
+        assert engine.stats().preemptions == 1
+        computed[prefix_cache] = runner.computed
+    needed = 2 * 47  # the last token of each is never fed
+    assert needed < computed[False] <= needed + 0.6 * pages * PAGE
+    # The younger one was stopped at half of the pool, 40 tokens. 32 of the pool's 80 are left to
+    # it; a grid cell may be lost at the end, and a token that was in flight.
+    assert needed < computed[True] <= needed + 40 - 32 + GRID + 1 < computed[False]
+
+
 @st.composite
 def traffic(draw: Any) -> dict[str, Any]:
     """Prompts that branch off each other anywhere, repeats and continuations among them."""
