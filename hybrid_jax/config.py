@@ -53,14 +53,15 @@ class EngineConfig:
     Zero or None means "choose for me" where noted.
     """
 
-    max_num_seqs: int = 16
-    max_model_len: int = 0  # tokens, prompt and output together; 0: the model's, at most 8,192
+    max_num_seqs: int = 0  # sequences that run at once; 0: 16, or as many as fit
+    max_model_len: int = 0  # tokens, prompt and output together; 0: the model's, at most 8,192, or
+    # as many as fit
     max_num_batched_tokens: int = 1024  # token budget of a step
     page_size: int = 16
     num_pages: int = 0  # pages per full-attention group; 0: enough for max_num_seqs full sequences,
     # within cache_bytes
-    cache_bytes: int = 0  # upper bound for all caches; 0: from memory_utilization of the device
-    memory_utilization: float = 0.9
+    cache_bytes: int = 0  # upper bound for caches on each device; 0: what is free of its share
+    memory_utilization: float = 0.9  # the share of a device's memory to use
     max_queue: int = 0  # waiting requests; 0: no bound
     prefix_cache: bool = True  # keep what is computed, for prompts that begin with the same tokens
     checkpoint_interval: int = 0  # tokens between the states kept of a prompt; 0: 256 or a bit more
@@ -68,6 +69,7 @@ class EngineConfig:
     prefill_alignment: int = 0  # prefill chunks end at multiples; 0: the linear kernels' chunk or 1
     debug_poison: bool = False  # fill freed memory with NaN and check every id after every step
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the activation dtype
+    state_dtype: Literal["float32", "bfloat16"] = "float32"  # of stored recurrent states
     row_buckets: tuple[int, ...] = ()  # S; empty: powers of two up to max_num_seqs
     token_buckets: tuple[int, ...] = ()  # T of mixed steps; empty: powers of two up to the budget
     enforce_eager: bool = False
@@ -99,7 +101,7 @@ class EngineConfig:
         return cls(**options)
 
     def resolve(self, model: ModelConfig) -> "EngineConfig":
-        """A copy with max_model_len and the buckets filled in for `model`.
+        """A copy with limits and buckets filled in for `model`.
 
         Raises ValueError when a given value contradicts the model or another value.
         """
@@ -109,12 +111,13 @@ class EngineConfig:
                 f"most {model.max_position}"
             )
         max_len = self.max_model_len or min(model.max_position, 8192)
-        rows = self.row_buckets or _doubling(1, self.max_num_seqs)
+        seqs = self.max_num_seqs or 16
+        rows = self.row_buckets or _doubling(1, seqs)
         budget = max(self.max_num_batched_tokens, rows[-1])
         tokens = self.token_buckets or _doubling(min(32, budget), budget)
-        if list(rows) != sorted(set(rows)) or rows[-1] < self.max_num_seqs:
+        if list(rows) != sorted(set(rows)) or rows[-1] < seqs:
             raise ValueError(
-                f"row_buckets must ascend and end at max_num_seqs {self.max_num_seqs} or more, got "
+                f"row_buckets must ascend and end at max_num_seqs {seqs} or more, got "
                 f"{shown(rows)}; correct them or leave them out"
             )
         if list(tokens) != sorted(set(tokens)) or tokens[-1] < budget:
@@ -133,15 +136,14 @@ class EngineConfig:
             )
         return replace(
             self,
+            max_num_seqs=seqs,
             max_model_len=max_len,
             row_buckets=rows,
             token_buckets=tokens,
             max_num_batched_tokens=budget,
             prefill_alignment=alignment,
             checkpoint_interval=interval,
-            num_checkpoints=(
-                self.num_checkpoints or 2 * self.max_num_seqs if self.prefix_cache else 0
-            ),
+            num_checkpoints=(self.num_checkpoints or 2 * seqs if self.prefix_cache else 0),
         )
 
     @property
@@ -172,7 +174,7 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
 _CHOSEN = "use 0 to have it chosen"
 _buckets = tuple_of(integer(1, 1_048_576, "list sizes from small to large"), most=1024)
 _CHECKS: dict[str, Check] = {
-    "max_num_seqs": integer(1, 65_536, "the default is 16"),
+    "max_num_seqs": integer(1, 65_536, _CHOSEN, or_zero=True),
     # One token of a prompt and one of the output is the least a request can have.
     "max_model_len": integer(2, INT32_MAX, _CHOSEN, or_zero=True),
     "max_num_batched_tokens": integer(1, 1_048_576, "the default is 1024"),
@@ -187,6 +189,7 @@ _CHECKS: dict[str, Check] = {
     "prefill_alignment": integer(0, 1_048_576, _CHOSEN),
     "debug_poison": boolean,
     "kv_dtype": choice(("auto", "float32", "bfloat16")),
+    "state_dtype": choice(("float32", "bfloat16")),
     "row_buckets": _buckets,
     "token_buckets": _buckets,
     "enforce_eager": boolean,

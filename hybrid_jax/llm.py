@@ -25,6 +25,7 @@ from hybrid_jax.engine.types import (
 )
 from hybrid_jax.errors import InvalidRequest, QueueFull
 from hybrid_jax.fields import shown
+from hybrid_jax.memory.snapshot import MemorySnapshot
 from hybrid_jax.prompts import (
     Messages,
     TokenIds,
@@ -209,6 +210,10 @@ class LLM:
     def stats(self) -> EngineStats:
         """Sequences, cache use, preemptions, steps and compiles so far."""
         return self._engine.stats()
+
+    def memory(self) -> MemorySnapshot:
+        """What every kind of memory holds now, in units and bytes; `to_json` saves it."""
+        return self._engine.memory()
 
     def close(self) -> None:
         """Ends everything; later calls raise EngineDead. Idempotent."""

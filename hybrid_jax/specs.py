@@ -231,6 +231,18 @@ class CacheGroup:
     spec: CacheSpec
     layers: tuple[int, ...]
 
+    @property
+    def name(self) -> str:
+        """Kind and shape of what a layer remembers, in words for people."""
+        spec = self.spec
+        if isinstance(spec, StateSpec):
+            shape = " x ".join(map(str, spec.arrays[-1].shape))
+            return f"linear {shape}"
+        heads = f"{spec.num_kv_heads} x {spec.head_dim}"
+        return (
+            f"window {spec.window:,}, {heads}" if isinstance(spec, WindowSpec) else f"full {heads}"
+        )
+
 
 def _positive(name: str, value: object) -> None:
     if not isinstance(value, int) or value < 1:
@@ -242,13 +254,15 @@ def itemsize(dtype: str) -> int:
     return {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}[dtype]
 
 
-def cache_spec(mixer: MixerSpec, *, kv_dtype: str, conv_dtype: str) -> CacheSpec:
-    """What `mixer` must remember. Recurrent state is float32 whatever the activations are."""
+def cache_spec(
+    mixer: MixerSpec, *, kv_dtype: str, conv_dtype: str, state_dtype: str = "float32"
+) -> CacheSpec:
+    """What `mixer` must remember. Its recurrent state does not follow the activations' dtype."""
     if isinstance(mixer, GatedDeltaSpec):
         return StateSpec(
             (
                 StateArray("conv", (mixer.conv_width - 1, mixer.conv_channels), conv_dtype),
-                StateArray("recurrent", (mixer.num_v_heads, mixer.k_dim, mixer.v_dim), "float32"),
+                StateArray("recurrent", (mixer.num_v_heads, mixer.k_dim, mixer.v_dim), state_dtype),
             )
         )
     if mixer.window is None:

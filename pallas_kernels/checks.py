@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged import RaggedBatch
+from pallas_kernels.storage import value_dtype
 
 
 def check_shapes(op: str, expected: Mapping[str, tuple[jax.Array, tuple[int, ...]]]) -> None:
@@ -20,6 +21,12 @@ def check_float32(op: str, **arrays: jax.Array) -> None:
     for name, array in arrays.items():
         if array.dtype != jnp.float32:
             raise ValueError(f"{op}: {name} must be float32, got {array.dtype}")
+
+
+def check_state(op: str, state: jax.Array) -> None:
+    """Raises ValueError unless a pool of states holds float32 or bfloat16."""
+    if value_dtype(state.dtype) not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"{op}: state must hold float32 or bfloat16, got {state.dtype}")
 
 
 def check_rows(

@@ -1,7 +1,7 @@
 """Runs a recurrence over whole sequences, or over a ragged batch from slot to slot.
 
 An op gives its mathematics as a `Recurrence`; what is the same for all of them is here. Everything
-is float32. Letters: T tokens, S rows, C chunk.
+is float32; only a pool of states may hold bfloat16. Letters: T tokens, S rows, C chunk.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import storage
 from pallas_kernels.ragged import RaggedBatch
 
 F32 = jnp.float32
@@ -100,9 +101,15 @@ def ragged(
 
 
 def _read(state: jax.Array, source: jax.Array) -> jax.Array:
-    """A slot's state, or zeros for source -1."""
-    row = lax.dynamic_index_in_dim(state, jnp.maximum(source, 0), keepdims=False)
+    """A slot's state in float32, or zeros for source -1."""
+    stored = lax.dynamic_index_in_dim(state, jnp.maximum(source, 0), keepdims=False)
+    row = storage.decode(stored).astype(F32)
     return jnp.where(source >= 0, row, jnp.zeros_like(row))
+
+
+def _write(state: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
+    """Puts a row's float32 state into a slot."""
+    return lax.dynamic_update_index_in_dim(state, storage.encode(row, state.dtype), slot, 0)
 
 
 def _decode(
@@ -121,7 +128,7 @@ def _decode(
         token = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in tokens)
         row_out, row_state = op.token(_read(state, sources[i]), *token)
         out = lax.dynamic_update_index_in_dim(out, row_out, i, 0)
-        return out, lax.dynamic_update_index_in_dim(state, row_state, write_slots[i], 0)
+        return out, _write(state, row_state, write_slots[i])
 
     return lax.fori_loop(0, count, body, (out, state))
 
@@ -157,7 +164,7 @@ def _prefill(
         new, after = op.across(before, *op.within(*(load(x) for x in operands)))
         # Past the block `new` is 0 or belongs to rows that come later in the loop.
         out = lax.dynamic_update_slice_in_dim(out, new, start, 0)
-        return out, lax.dynamic_update_index_in_dim(state, after, write_slots[row], 0)
+        return out, _write(state, after, write_slots[row])
 
     out, state = lax.fori_loop(0, blocks.total, body, (out, state))
     return out[:num_tokens], state

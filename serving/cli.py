@@ -10,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hybrid_jax.cache.chips import format_bytes
 from hybrid_jax.errors import HybridJaxError
+from serving import commands_plan
 from serving.op_choices import parse_choices
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ def inspect(
     counts = ", ".join(f"{count} {kind}" for kind, count in report.config.layer_counts.items())
     console.print(f"layers: {counts}")
     console.print(
-        f"parameters: {report.num_parameters:,} ({_bytes(report.parameter_bytes)} in {dtype})"
+        f"parameters: {report.num_parameters:,} ({format_bytes(report.parameter_bytes)} in {dtype})"
     )
     caches = Table(
         "cache class",
@@ -136,11 +138,11 @@ def inspect(
         caches.add_row(
             line.kind,
             str(len(line.layers)),
-            _bytes(line.bytes_per_token),
-            _bytes(line.bytes_per_sequence),
+            format_bytes(line.bytes_per_token),
+            format_bytes(line.bytes_per_sequence),
         )
     total = sum(line.bytes_per_sequence for line in report.caches)
-    caches.add_row("total", str(len(report.config.layers)), "", _bytes(total))
+    caches.add_row("total", str(len(report.config.layers)), "", format_bytes(total))
     console.print(caches)
 
 
@@ -157,13 +159,8 @@ def convert(
     typer.echo(f"wrote {target}")
 
 
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
+app.command()(commands_plan.plan)
+app.add_typer(commands_plan.check, name="check")
 
 
 def _serve_command() -> Callable[..., None]:

@@ -21,7 +21,7 @@ ENV_PREFIX = "HYBRID_JAX_"
 _NOT_SETTINGS = "HYBRID_JAX_TEST_"  # variables of the test suite
 
 _ENGINE_HELP = {
-    "max_num_seqs": "Most sequences that run at once.",
+    "max_num_seqs": "Most sequences that run at once; 0: 16, or as many as fit.",
     "max_model_len": "Most tokens of a sequence, prompt and output; 0: the model's, at most 8,192.",
     "max_num_batched_tokens": "Token budget of a step.",
     "page_size": "Tokens per page.",
@@ -29,6 +29,7 @@ _ENGINE_HELP = {
     "cache_bytes": "Upper bound for all caches; 0: from memory_utilization.",
     "memory_utilization": "Share of the device's memory to use.",
     "kv_dtype": "Of keys and values; auto: the activations'.",
+    "state_dtype": "Of stored recurrent states: float32 or bfloat16.",
     "row_buckets": "Numbers of rows to compile for.",
     "token_buckets": "Numbers of tokens to compile for.",
     "enforce_eager": "Run the step unjitted, to debug.",

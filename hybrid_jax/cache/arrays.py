@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -25,7 +26,7 @@ class StateCache:
     """State rows of one linear-attention layer."""
 
     conv: jax.Array  # [slots, W - 1, channels] last inputs of the causal convolution
-    recurrent: jax.Array  # f32[slots, Hv, dk, dv]
+    recurrent: jax.Array  # [slots, Hv, dk, dv]
 
 
 LayerCache = PagedCache | StateCache
@@ -53,8 +54,8 @@ class CacheSizes:
     counts: tuple[int, ...]  # per cache group: pages P, or slots
 
 
-MakeArray = Callable[[tuple[int, ...], DTypeLike, tuple[str | None, ...]], jax.Array]
-"""(shape, dtype, one logical axis name per dimension) -> array."""
+MakeArray = Callable[[tuple[int, ...], DTypeLike, tuple[str | None, ...]], Any]
+"""(shape, dtype, one logical axis name per dimension) -> array, or whatever stands for it."""
 
 
 def make_cache(spec: CacheSpec, count: int, page_size: int, make: MakeArray) -> LayerCache:

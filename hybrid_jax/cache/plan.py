@@ -1,50 +1,42 @@
 """How many pages and slots each cache group gets, and what they weigh."""
 
 import logging
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import jax
+from jax.typing import DTypeLike
 
-from hybrid_jax.cache.arrays import CacheSizes
+from hybrid_jax.cache.arrays import CacheSizes, make_cache
+from hybrid_jax.cache.chips import available_bytes, device_bytes, format_bytes
 from hybrid_jax.config import EngineConfig, ModelConfig
-from hybrid_jax.specs import CacheGroup, PagedSpec, StateSpec, WindowSpec, cache_groups, cache_spec
+from hybrid_jax.specs import (
+    CacheGroup,
+    CacheSpec,
+    PagedSpec,
+    StateSpec,
+    WindowSpec,
+    cache_groups,
+    cache_spec,
+)
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class CachePlan:
-    """Cache groups of a model and their sizes."""
-
-    groups: tuple[CacheGroup, ...]
-    sizes: CacheSizes
-
-    def group_bytes(self, index: int) -> int:
-        """Bytes of all layers of one group, null page or slot included."""
-        group, count = self.groups[index], self.sizes.counts[index]
-        return len(group.layers) * count * unit_bytes(group, self.sizes.page_size)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all caches."""
-        return sum(self.group_bytes(i) for i in range(len(self.groups)))
+Shape = tuple[int, ...]
+SHORTEST = 2  # tokens of the shortest request: one of the prompt, one of the output
 
 
 def model_groups(model: ModelConfig, config: EngineConfig, dtype: str) -> tuple[CacheGroup, ...]:
     """The cache groups of a model whose activations have `dtype`."""
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     return cache_groups(
-        [cache_spec(layer.mixer, kv_dtype=kv_dtype, conv_dtype=dtype) for layer in model.layers]
+        [
+            cache_spec(
+                layer.mixer, kv_dtype=kv_dtype, conv_dtype=dtype, state_dtype=config.state_dtype
+            )
+            for layer in model.layers
+        ]
     )
-
-
-def unit_bytes(group: CacheGroup, page_size: int) -> int:
-    """Bytes of one page or slot in one layer of a group."""
-    if isinstance(group.spec, StateSpec):
-        return group.spec.nbytes
-    return group.spec.bytes_per_token * page_size
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -75,43 +67,61 @@ def table_width(spec: PagedSpec, config: EngineConfig) -> int:
     return whole
 
 
-def plan_caches(model: ModelConfig, config: EngineConfig, dtype: str) -> CachePlan:
-    """Sizes every cache group for `config.max_num_seqs` sequences. `config` is resolved.
+@dataclass(frozen=True)
+class Placement:
+    """Where caches lie: the platform, and the part of an array that one device holds."""
 
-    State slots and window pages have a fixed bound per sequence and are always granted in full;
-    what the byte budget leaves goes to full-attention pages, up to `max_num_seqs` sequences of
-    `max_model_len` tokens.
-
-    Raises:
-        ValueError: the fixed part alone exceeds the budget; the message says what would fit.
-    """
-    groups = model_groups(model, config, dtype)
-    fixed = [_fixed_count(group, config) for group in groups]
-    budget = config.cache_bytes or default_budget(config)
-    page = config.page_size
-    fixed_bytes = sum(
-        len(group.layers) * count * unit_bytes(group, page)
-        for group, count in zip(groups, fixed, strict=True)
-        if count is not None
+    platform: str
+    shard: Callable[[CacheSpec, Shape, tuple[str | None, ...]], Shape] = lambda _, shape, axes: (
+        shape
     )
-    full = [group for group, count in zip(groups, fixed, strict=True) if count is None]
-    least = pages_for(config.max_model_len, page) + 1
-    per_page = sum(len(group.layers) * unit_bytes(group, page) for group in full)
-    if fixed_bytes + least * per_page > budget:
-        raise ValueError(_too_small(config, budget, fixed_bytes, least * per_page))
-    wanted = config.num_pages or (least - 1) * config.max_num_seqs + 1
-    pages = wanted
-    if per_page:
-        pages = min(wanted, (budget - fixed_bytes) // per_page)
-    if pages < wanted:
-        logger.warning(
-            "full-attention pages clamped from %d to %d: %d bytes are left for them",
-            wanted,
-            pages,
-            budget - fixed_bytes,
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Cache groups of a model and their sizes, and the configuration that fits them."""
+
+    groups: tuple[CacheGroup, ...]
+    sizes: CacheSizes
+    config: EngineConfig  # resolved
+    placement: Placement
+
+    def group_bytes(self, index: int) -> int:
+        """Bytes of one group on one device: null page or slot and padding included."""
+        group, count = self.groups[index], self.sizes.counts[index]
+        return len(group.layers) * layer_bytes(
+            group.spec, count, self.sizes.page_size, self.placement
         )
-    counts = tuple(pages if count is None else count for count in fixed)
-    return CachePlan(groups, CacheSizes(page, counts))
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all caches on one device."""
+        return sum(self.group_bytes(i) for i in range(len(self.groups)))
+
+
+def layer_bytes(spec: CacheSpec, count: int, page_size: int, placement: Placement) -> int:
+    """Bytes that `count` pages or slots of one layer take on one device, padding included."""
+
+    def weigh(shape: Shape, dtype: DTypeLike, axes: tuple[str | None, ...]) -> int:
+        return device_bytes(placement.shard(spec, shape, axes), dtype, placement.platform)
+
+    return sum(jax.tree.leaves(make_cache(spec, count, page_size, weigh)))
+
+
+def cache_sizes(
+    groups: Sequence[CacheGroup], config: EngineConfig, pages: int | None = None
+) -> CacheSizes:
+    """Pages or slots of every group for a resolved `config`, null included.
+
+    State slots and window pages have a fixed bound per sequence and are granted in full. `pages`
+    go to each full-attention group; None: enough for `max_num_seqs` sequences of `max_model_len`.
+    """
+    if pages is None:
+        pages = config.max_num_seqs * pages_for(config.max_model_len, config.page_size) + 1
+    return CacheSizes(
+        config.page_size,
+        tuple(pages if (n := _fixed_count(group, config)) is None else n for group in groups),
+    )
 
 
 def _fixed_count(group: CacheGroup, config: EngineConfig) -> int | None:
@@ -124,27 +134,160 @@ def _fixed_count(group: CacheGroup, config: EngineConfig) -> int | None:
     # A sequence holds the pages that its window touches; the chunks in flight are shared by all
     # rows of a step, with one partial page each. When a step runs ahead of the last one's results
     # there are two: pages leave a window when their step is known to be good.
-    window = min(pages_for(spec.window, page) + 1, pages_for(config.max_model_len, page))
+    whole = pages_for(config.max_model_len, page)
+    window = min(pages_for(spec.window, page) + 2, whole + 1)
     chunks = 2 if config.run_ahead else 1
-    return seqs * (window + 1) + chunks * pages_for(config.max_num_batched_tokens, page) + 1
+    in_flight = min(chunks * pages_for(config.max_num_batched_tokens, page), seqs * whole)
+    return seqs * window + in_flight + 1
 
 
-def default_budget(config: EngineConfig) -> int:
-    """Bytes for caches when none are given: a share of what the device, or the host, has free."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        free = stats["bytes_limit"] * config.memory_utilization - stats.get("bytes_in_use", 0)
-        return max(int(free) * config.tensor_parallel_size, 0)
-    pages, size = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return int(pages * size * config.memory_utilization)
+def plan_caches(
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    *,
+    budget: int | None = None,
+    placement: Placement | None = None,
+    row_bytes: Callable[[EngineConfig], int] = lambda config: 0,
+) -> CachePlan:
+    """Sizes every cache group to fit the budget.
+
+    What does not fit is clamped and logged: full-attention pages first (no fewer than one sequence
+    of `max_model_len` needs), then `num_checkpoints`, `max_num_seqs` and `max_model_len`; but only
+    what `config` leaves open. The plan's own `config` is resolved and has the values that fit.
+
+    Args:
+        model: the model. config: resolved or not; `cache_bytes` comes before `budget`.
+        dtype: of the activations.
+        budget: bytes on each device; None: a share of what the default device has free.
+        placement: where the caches lie; None: on the default device.
+        row_bytes: what the budget holds besides the caches, by resolved configuration.
+
+    Raises:
+        ValueError: what `config` asks for does not fit; the message says what would.
+    """
+    if config.cache_bytes:
+        budget, row_bytes = config.cache_bytes, lambda config: 0
+    if budget is None:
+        budget = available_bytes(config.memory_utilization)
+    placement = placement or Placement(jax.default_backend())
+    groups = model_groups(model, config, dtype)
+    return _Fit(model, config, groups, budget, placement, row_bytes).plan()
 
 
-def _too_small(config: EngineConfig, budget: int, fixed: int, full: int) -> str:
-    return (
-        f"{config.max_num_seqs} sequences need {fixed} bytes of state and window pages and one "
-        f"sequence of max_model_len {config.max_model_len} needs {full} bytes of full-attention "
-        f"pages, but only {budget} bytes are free for caches; lower max_num_seqs or max_model_len"
-    )
+@dataclass(frozen=True)
+class _Fit:
+    """The search for the largest limits that fit. Bytes grow with each limit, so it bisects."""
+
+    model: ModelConfig
+    config: EngineConfig  # as given
+    groups: tuple[CacheGroup, ...]
+    budget: int
+    placement: Placement
+    row_bytes: Callable[[EngineConfig], int]
+
+    def plan(self) -> CachePlan:
+        """The largest plan: checkpoints yield before sequences, sequences before their length."""
+        wanted = self._resolved()
+        seqs, length = wanted.max_num_seqs, wanted.max_model_len
+        if wanted.num_checkpoints > 1 and not self.config.num_checkpoints:
+            kept = _largest(
+                1, wanted.num_checkpoints, lambda n: self._keeping(n)._fits(seqs, length)
+            )
+            if kept < wanted.num_checkpoints:
+                return self._keeping(kept or 1)._plan(wanted)
+        return self._plan(wanted)
+
+    def _keeping(self, checkpoints: int) -> "_Fit":
+        return replace(self, config=replace(self.config, num_checkpoints=checkpoints))
+
+    def _plan(self, wanted: EngineConfig) -> CachePlan:
+        seqs, length = wanted.max_num_seqs, wanted.max_model_len
+        if not self._fits(seqs, length) and not self.config.max_num_seqs:
+            seqs = _largest(1, seqs, lambda n: self._fits(n, length)) or 1
+        if not self._fits(seqs, length) and not self.config.max_model_len:
+            length = _largest(SHORTEST, length, lambda n: self._fits(seqs, n)) or length
+        if not self._fits(seqs, length):
+            raise ValueError(self._refusal(seqs, length))
+        config = self._resolved(seqs, length)
+        pages = config.num_pages or self._pages(config)
+        plan = CachePlan(
+            self.groups, cache_sizes(self.groups, config, pages), config, self.placement
+        )
+        self._log(wanted, plan)
+        return plan
+
+    def _resolved(self, seqs: int = 0, length: int = 0) -> EngineConfig:
+        limits = {"max_num_seqs": seqs, "max_model_len": length}
+        changed = replace(self.config, **{name: value for name, value in limits.items() if value})
+        return changed.resolve(self.model)
+
+    def _fits(self, seqs: int, length: int, num_pages: int = 0) -> bool:
+        """Whether so many sequences can run, if no more than one of them has full length."""
+        config = self._resolved(seqs, length)
+        least = pages_for(length, config.page_size) + 1
+        return self._bytes(config, num_pages or self.config.num_pages or least) <= self.budget
+
+    def _pages(self, config: EngineConfig) -> int:
+        """Full-attention pages: what is left, up to full length for every sequence."""
+        least = pages_for(config.max_model_len, config.page_size) + 1
+        most = config.max_num_seqs * (least - 1) + 1
+        fits = lambda pages: self._bytes(config, pages) <= self.budget  # noqa: E731
+        return most if fits(most) else _largest(least, most, fits)
+
+    def _bytes(self, config: EngineConfig, pages: int) -> int:
+        sizes = cache_sizes(self.groups, config, pages)
+        plan = CachePlan(self.groups, sizes, config, self.placement)
+        return plan.total_bytes + self.row_bytes(config)
+
+    def _log(self, wanted: EngineConfig, plan: CachePlan) -> None:
+        limits = [("max_num_seqs", wanted.max_num_seqs, plan.config.max_num_seqs)]
+        limits += [("max_model_len", wanted.max_model_len, plan.config.max_model_len)]
+        limits += [("num_checkpoints", wanted.num_checkpoints, plan.config.num_checkpoints)]
+        if not plan.config.num_pages:
+            ample = cache_sizes(self.groups, plan.config)
+            counts = zip(ample.counts, plan.sizes.counts, strict=True)
+            limits += [("full-attention pages", a, b) for a, b in dict.fromkeys(counts)]
+        clamped = [f"{name} from {a:,} to {b:,}" for name, a, b in limits if a != b]
+        if clamped:
+            room = format_bytes(self.budget)
+            logger.warning("clamped %s: %s are free for caches", ", ".join(clamped), room)
+
+    def _refusal(self, seqs: int, length: int) -> str:
+        """Why it does not fit, and the largest value of each limit given that would."""
+        given = self.config
+        needed = self._bytes(
+            self._resolved(seqs, length), given.num_pages or pages_for(length, given.page_size) + 1
+        )
+        asked, fitting = [f"max_num_seqs {seqs:,}", f"max_model_len {length:,}"], []
+        few, short = given.max_num_seqs or 1, given.max_model_len or SHORTEST
+        if given.max_num_seqs and (n := _largest(1, few, lambda n: self._fits(n, short))):
+            fitting.append(f"max_num_seqs {n:,}")
+        if given.max_model_len and (n := _largest(SHORTEST, short, lambda n: self._fits(few, n))):
+            fitting.append(f"max_model_len {n:,}")
+        if given.num_pages:
+            asked.append(f"num_pages {given.num_pages:,}")
+            if n := _largest(2, given.num_pages, lambda n: self._fits(few, short, n)):
+                fitting.append(f"num_pages {n:,}")
+        if not fitting and (n := _largest(SHORTEST, length, lambda n: self._fits(1, n))):
+            fitting.append(f"max_num_seqs 1 with max_model_len {n:,}")
+        remedy = f"at most {' or '.join(fitting)} would fit" if fitting else "not even one fits"
+        return (
+            f"{', '.join(asked)} need {format_bytes(needed)} of caches but only "
+            f"{format_bytes(self.budget)} are free for them; {remedy}"
+        )
+
+
+def _largest(first: int, last: int, fits: Callable[[int], bool]) -> int:
+    """The largest value of first..last that fits, if every smaller one fits as well; 0: none."""
+    found = 0
+    while first <= last:
+        middle = (first + last) // 2
+        if fits(middle):
+            found, first = middle, middle + 1
+        else:
+            last = middle - 1
+    return found
 
 
 @dataclass(frozen=True)

@@ -277,17 +277,27 @@ class CacheManager:
 
     def stats(self, running: Iterable[Sequence]) -> tuple[GroupStats, ...]:
         """Use of every cache group, in their order, and of the persistent rows."""
-        tokens = sum(s.num_computed_tokens for s in running)
-        result = []
+        sequences, result = list(running), []
         for i, pool in enumerate([*self.pools, self.rows]):
             name = f"{i}:{self._kind(i)}" if i < len(self._specs) else "rows"
             waste = 0.0
-            if name.endswith("full") and pool.num_used:
-                waste = max(0.0, 1 - tokens / (pool.num_used * self.page_size))
+            if i in self.page_groups and pool.num_used:
+                empty = sum(self._empty_places(i, sequence) for sequence in sequences)
+                waste = empty / (pool.num_used * self.page_size)
             result.append(
                 GroupStats(name, pool.capacity, pool.num_used, pool.num_idle, pool.peak, waste)
             )
         return tuple(result)
+
+    def _empty_places(self, i: int, sequence: Sequence) -> int:
+        """Places in the pages of a sequence that hold no token a later step reads."""
+        run, window = sequence.pages[i] if sequence.row else None, self.page_groups[i].window
+        if run is None:
+            return 0
+        computed, first = sequence.num_computed_tokens, run.first * self.page_size
+        if window is not None:
+            first = max(first, computed - window + 1)
+        return len(run.ids) * self.page_size - max(0, computed - first)
 
     def _kind(self, i: int) -> str:
         spec = self._specs[i]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybrid_jax.cache.prefix import Prefix
+from hybrid_jax.engine.accounting import take_snapshot
 from hybrid_jax.engine.batch_builder import BatchBuilder
 from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.integrity import check_integrity
@@ -39,6 +40,7 @@ from hybrid_jax.errors import (
     StateOwnerMismatch,
     StepFailed,
 )
+from hybrid_jax.memory.snapshot import MemorySnapshot
 from hybrid_jax.sampling_params import SamplingParams
 from hybrid_jax.structured import GrammarCompiler, TokenMatcher
 
@@ -117,14 +119,7 @@ class Engine:
         self._memory = StepMemory(runner, self._cache, config, stop_ids)
         self._builder = BatchBuilder(self._cache, config, model.vocab_size)
         self._outputs = OutputProcessor(tokenizer, stop_ids)
-        self._validator = RequestValidator(
-            config,
-            model.vocab_size,
-            self._cache,
-            tokenizer is not None,
-            self._sampling.processors,
-            grammars,
-        )
+        self._validator = RequestValidator(runner, self._cache, tokenizer is not None, grammars)
         self._lock = threading.RLock()  # guards _requests, _inbox and _num_arrivals
         self._requests: dict[str, list[Sequence]] = {}  # not ended yet
         self._inbox: deque[_Arrival | _Abort] = deque()
@@ -251,6 +246,10 @@ class Engine:
             caches=self._cache.stats(self._scheduler.running.values()),
         )
 
+    def memory(self) -> MemorySnapshot:
+        """What pools and device hold, in bytes. Between steps only."""
+        return take_snapshot(self._runner, self._cache, self._scheduler.running.values())
+
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every page, slot and row is in exactly one place."""
         check_integrity(self._cache, self._scheduler.running.values())
@@ -337,11 +336,9 @@ class Engine:
 
     def _fail_stuck(self) -> None:
         """Fails the oldest sequence if nothing can run and nothing is about to change."""
-        waiting = [*self._scheduler.running.values(), *self._scheduler.waiting.values()]
-        if waiting:
-            error = StepFailed("the request could not be scheduled although nothing else runs")
-            logger.error("sequence %d: %s", waiting[0].uid, error)
-            self._fail(waiting[0], error)
+        for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting.values()][:1]:
+            logger.error("sequence %d cannot be scheduled although nothing else runs", sequence.uid)
+            self._fail(sequence, StepFailed("the request cannot be scheduled; retry it alone"))
 
     def _fail_step(self, sequences: list[Sequence], error: Exception) -> None:
         """Ends the sequences of a step that raised; everybody else is computed again."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from hybrid_jax.cache.arrays import CacheSizes
     from hybrid_jax.config import EngineConfig, ModelConfig
+    from hybrid_jax.memory.snapshot import LiveBytes
     from hybrid_jax.runtime.batch import StepBatch, StepOutput
     from hybrid_jax.runtime.sampling import SamplingTable
     from hybrid_jax.specs import CacheGroup
@@ -310,6 +311,10 @@ class StepRunner(Protocol):
     @property
     def num_compiles(self) -> int:
         """Steps compiled so far."""
+        ...
+
+    def live_bytes(self) -> "LiveBytes":
+        """What the device holds of this runner."""
         ...
 
     def step(self, batch: "StepBatch", sampling: "SamplingTable") -> "StepOutput":

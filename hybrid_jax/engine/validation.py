@@ -1,11 +1,10 @@
 """Whether a request can be served at all, decided before anything is allocated for it."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybrid_jax.engine.cache_manager import CacheManager
-from hybrid_jax.engine.types import Request
+from hybrid_jax.engine.types import Request, StepRunner
 from hybrid_jax.errors import InvalidRequest
 from hybrid_jax.fields import shown
 from hybrid_jax.sampling_params import SamplingParams
@@ -19,12 +18,18 @@ if TYPE_CHECKING:
 class RequestValidator:
     """The limits of one engine."""
 
-    config: "EngineConfig"
-    vocab_size: int
+    runner: StepRunner
     cache: CacheManager
     has_tokenizer: bool
-    logits_processors: Collection[str] = ()
-    grammars: GrammarCompiler | None = None
+    grammars: GrammarCompiler | None
+
+    @property
+    def _config(self) -> "EngineConfig":
+        return self.runner.config
+
+    @property
+    def _vocab_size(self) -> int:
+        return self.runner.model_config.vocab_size
 
     def check(self, request: Request) -> int:
         """The request's max_tokens, clamped to what fits into max_model_len.
@@ -36,7 +41,7 @@ class RequestValidator:
         self._check_params(request.params)
         self._check_prefix(request)
         prompt = len(request.prompt_token_ids)
-        max_tokens = min(request.params.max_tokens, self.config.max_model_len - prompt)
+        max_tokens = min(request.params.max_tokens, self._config.max_model_len - prompt)
         # The last token is sampled but never fed, so it needs no room in the caches.
         shortage = self.cache.shortage(prompt + max_tokens - 1)
         if shortage:
@@ -70,7 +75,7 @@ class RequestValidator:
             )
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
-        limit = self.config.max_model_len
+        limit = self._config.max_model_len
         if not token_ids:
             raise InvalidRequest("the prompt is empty; give at least one token")
         if len(token_ids) > limit - 1:
@@ -79,35 +84,35 @@ class RequestValidator:
                 f"leaves {limit - 1} for it; shorten it or raise max_model_len"
             )
         low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= self.vocab_size:
+        if low < 0 or high >= self._vocab_size:
             raise InvalidRequest(
                 f"token id {shown(low if low < 0 else high)} is outside the vocabulary "
-                f"[0, {self.vocab_size}); encode the prompt with this model's tokenizer"
+                f"[0, {self._vocab_size}); encode the prompt with this model's tokenizer"
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
+        if params.logprobs is not None and params.logprobs > self._config.max_logprobs:
             raise InvalidRequest(
-                f"logprobs is {params.logprobs} but max_logprobs is {self.config.max_logprobs}; "
+                f"logprobs is {params.logprobs} but max_logprobs is {self._config.max_logprobs}; "
                 "ask for fewer or raise max_logprobs"
             )
-        if len(params.logit_bias) > self.config.max_logit_bias:
+        if len(params.logit_bias) > self._config.max_logit_bias:
             raise InvalidRequest(
                 f"logit_bias has {len(params.logit_bias)} entries but max_logit_bias is "
-                f"{self.config.max_logit_bias}; send fewer or raise max_logit_bias"
+                f"{self._config.max_logit_bias}; send fewer or raise max_logit_bias"
             )
         for name, ids in (
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
         ):
-            if ids and max(ids) >= self.vocab_size:
+            if ids and max(ids) >= self._vocab_size:
                 raise InvalidRequest(
-                    f"{name} names token {max(ids)} but the vocabulary has {self.vocab_size}; "
+                    f"{name} names token {max(ids)} but the vocabulary has {self._vocab_size}; "
                     "leave it out"
                 )
         for name in params.logits_processors:
-            if name not in self.logits_processors:
-                known = ", ".join(sorted(self.logits_processors)) or "none"
+            if name not in self.runner.sampling_rows.processors:
+                known = ", ".join(sorted(self.runner.sampling_rows.processors)) or "none"
                 raise InvalidRequest(
                     f"logits processor {name!r} is not registered with the engine; give it as "
                     f"LLM(logits_processors=...) or use a known one: {known}"

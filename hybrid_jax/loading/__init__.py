@@ -70,9 +70,12 @@ def open_source(path: Path) -> TensorSource:
 
 
 def load_config(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """The `ModelConfig` of a directory or GGUF file, and the raw config, without any weights."""
+    """The `ModelConfig` of a directory, GGUF file or config.json, and the raw config."""
     path = model_path(path)
-    raw = read_json(path / "config.json") if path.is_dir() else open_source(path).config()
+    if path.is_dir() or path.suffix == ".json":
+        raw = read_json(path / "config.json" if path.is_dir() else path)
+    else:
+        raw = open_source(path).config()
     return config_from_hf(raw), raw
 
 
@@ -155,15 +158,32 @@ def resolve_dtype(dtype: str, raw: Mapping[str, Any], source: TensorSource) -> s
     """
     check_dtype("dtype", dtype)
     if dtype == "auto":
-        text = text_config(raw)
-        stated = text.get("dtype") or text.get("torch_dtype") or raw.get("dtype")
-        dtype = str(stated or raw.get("torch_dtype") or "").removeprefix("torch.")
+        dtype = _stated_dtype(raw)
         if dtype not in DTYPES:
             embeddings = [name for name in source.names() if name.endswith("embed_tokens.weight")]
             dtype = str(source.get(embeddings[0]).dtype) if embeddings else "float32"
     if dtype not in DTYPES:
         raise ModelError(f"the weights are {dtype}; choose a dtype of {', '.join(DTYPES)}")
     return dtype
+
+
+def config_dtype(dtype: str, raw: Mapping[str, Any]) -> str:
+    """The dtype's name, without looking at weights; `auto`: config.json's, or else bfloat16.
+
+    Raises:
+        ValueError: an unknown dtype.
+    """
+    check_dtype("dtype", dtype)
+    if dtype == "auto":
+        stated = _stated_dtype(raw)
+        return stated if stated in DTYPES else "bfloat16"
+    return dtype
+
+
+def _stated_dtype(raw: Mapping[str, Any]) -> str:
+    text = text_config(raw)
+    stated = text.get("dtype") or text.get("torch_dtype") or raw.get("dtype")
+    return str(stated or raw.get("torch_dtype") or "").removeprefix("torch.")
 
 
 def stop_ids(config: ModelConfig, path: Path) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ class Partitioner:
     """
 
     model: ModelConfig
-    mesh: jax.sharding.Mesh
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
 
     def parameter(self, path: str, axes: tuple[str | None, ...]) -> NamedSharding:
         """The sharding of a parameter with logical `axes`."""

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hybrid_jax.cache.arrays import CacheSizes
-from hybrid_jax.cache.plan import CachePlan, plan_caches
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.loading import LoadedModel, load_config, load_model
+from hybrid_jax.memory import tables
+from hybrid_jax.memory.plan import MemoryPlan, plan_memory
+from hybrid_jax.memory.snapshot import LiveBytes
 from hybrid_jax.models.decoder import abstract_params
 from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput, TokenMasks
 from hybrid_jax.runtime.memory import CarryMemory
@@ -36,7 +38,6 @@ class Runner:
         model: parameters, already placed on the mesh's devices if there is one.
         config: not yet resolved.
         processors: named logits processors, compiled into the step.
-        plan: cache sizes; planned from `config` when absent.
         fill: what fresh caches hold; tests use NaN.
 
     Raises:
@@ -49,11 +50,19 @@ class Runner:
         config: EngineConfig,
         *,
         processors: Mapping[str, LogitsProcessor] | None = None,
-        plan: CachePlan | None = None,
         fill: float = 0.0,
     ) -> None:
         processors = processors or {}
-        self._config = config.resolve(model.config)
+        # Host memory is elastic, so that on CPU a guess of the temporaries saves a compilation.
+        self._plan = plan_memory(
+            model.config,
+            config,
+            model.dtype,
+            loaded=True,
+            temporaries_from="estimate" if jax.default_backend() == "cpu" else "compiler",
+        )
+        logger.info("%s", tables.as_text([tables.plan_table(self._plan)]))
+        self._config = self._plan.config
         check_processors(processors, self._config, model.config.vocab_size)
         self._model = model
         self._fill = fill
@@ -63,7 +72,6 @@ class Runner:
             logger.info("tensor parallelism: %s", line)
         if self._config.compilation_cache:
             enable_compilation_cache()
-        self._plan = plan or plan_caches(model.config, self._config, model.dtype)
         self.sampling_rows = SamplingRows(
             self._config.max_num_seqs,
             max_logit_bias=self._config.max_logit_bias,
@@ -75,7 +83,7 @@ class Runner:
         spec = StepSpec(
             model.graph,
             layout,
-            self._plan.groups,
+            self.groups,
             self._config.max_logprobs,
             tuple(processors.values()),
             partitioned=self._partitioner is not None,
@@ -92,9 +100,7 @@ class Runner:
             eager=self._config.enforce_eager,
             sharded=self._partitioner is not None,
         )
-        self._memory = CarryMemory(
-            self._plan.groups, self._carry, sharded=self._partitioner is not None
-        )
+        self._memory = CarryMemory(self.groups, self._carry, sharded=self._partitioner is not None)
 
     @property
     def config(self) -> EngineConfig:
@@ -109,22 +115,38 @@ class Runner:
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """Cache groups, in the order of `StepBatch.tables`."""
-        return self._plan.groups
+        return self._plan.caches.groups
 
     @property
     def sizes(self) -> CacheSizes:
         """Pages or slots per cache group."""
-        return self._plan.sizes
+        return self._plan.caches.sizes
 
     @property
-    def plan(self) -> CachePlan:
-        """Groups, sizes and their bytes."""
+    def plan(self) -> MemoryPlan:
+        """What the device holds, in bytes."""
         return self._plan
 
     @property
     def num_compiles(self) -> int:
         """Steps traced so far: one per bucket used, when jitted."""
         return self._num_traces
+
+    def live_bytes(self) -> LiveBytes:
+        """What the arrays weigh on the first device, as the runtime says."""
+        carry = self._carry
+        by_group = [[carry.caches[i] for i in group.layers] for group in self.groups]
+        rows = (carry.owners, carry.last_token, carry.history, self.sampling_rows.device())
+        stats = jax.local_devices()[0].memory_stats() or {}
+        names = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
+        return LiveBytes(
+            chip=self._plan.chip.name,
+            dtype=self._model.dtype,
+            parameters=_weigh(self._leaves),
+            groups=tuple(_weigh(caches) for caches in by_group),
+            rows=_weigh(rows),
+            device={name: stats[name] for name in names if name in stats},
+        )
 
     def step(self, batch: StepBatch, sampling: SamplingTable) -> StepOutput:
         """Launches one step and returns without waiting for its results.
@@ -163,7 +185,7 @@ class Runner:
     def fingerprint(self) -> str:
         """Names the parameters (some values of each), the model and the dtypes of the caches."""
         if self._fingerprint is None:
-            described = repr((self._model.config, self._model.dtype, self._plan.groups))
+            described = repr((self._model.config, self._model.dtype, self.groups))
             digest = hashlib.sha256(described.encode())
             digest.update(np.asarray(_sample(self._leaves)).tobytes())
             self._fingerprint = digest.hexdigest()
@@ -187,7 +209,7 @@ class Runner:
         if self._config.warmup:
             for batch in batches:
                 jax.block_until_ready(self.step(batch, sampling))
-            for group, shared in enumerate(self._plan.groups):
+            for group, shared in enumerate(self.groups):
                 if not isinstance(shared.spec, StateSpec):
                     self.copy(group, [0], [0])
                 self.fill(group, [0], 0.0)
@@ -207,8 +229,8 @@ class Runner:
 
     def _fresh_carry(self) -> Carry:
         return init_carry(
-            self._plan.groups,
-            self._plan.sizes,
+            self.groups,
+            self.sizes,
             self._config,
             fill=self._fill,
             partitioner=self._partitioner,
@@ -224,6 +246,12 @@ def _sample(leaves: tuple[jax.Array, ...]) -> jax.Array:
     flat = (leaf.reshape(-1) for leaf in leaves)
     some = [leaf[:: max(1, leaf.size // 16)][:16].astype(jnp.float32) for leaf in flat]
     return jnp.concatenate(some)
+
+
+def _weigh(tree: object) -> int:
+    """Bytes of all arrays of a tree on the first device of each."""
+    shards = [array.addressable_shards[0].data for array in jax.tree.leaves(tree)]
+    return sum(shard.on_device_size_in_bytes() for shard in shards)
 
 
 def open_model(path: str | Path, *, dtype: str, config: EngineConfig) -> LoadedModel:

@@ -135,6 +135,11 @@ class SamplingRows:
         self._neutral = {name: array[0].copy() for name, array in self._host.items()}
         self._table: SamplingTable | None = None
 
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row of the table."""
+        return sum(array.nbytes for array in self._neutral.values())
+
     def set_row(
         self,
         row: int,

@@ -16,7 +16,7 @@ from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput
 from hybrid_jax.runtime.mesh import Partitioner
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable, sample
 from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec
-from pallas_kernels import registry
+from pallas_kernels import platform, registry
 from pallas_kernels.storage import encode, value_dtype
 
 Leaves = tuple[jax.Array, ...]
@@ -85,6 +85,7 @@ def init_carry(
     *,
     fill: float = 0.0,
     partitioner: Partitioner | None = None,
+    full: Callable[..., Any] = jnp.full,
 ) -> Carry:
     """Fresh caches, owners, rows and histories. `config` is resolved.
 
@@ -92,13 +93,14 @@ def init_carry(
         groups: cache groups. sizes: pages or slots of each.
         fill: what caches hold before anything is written; tests use NaN.
         partitioner: cuts the caches over a mesh.
+        full: makes an array, as `jax.numpy.full` does; `abstract_full` makes none.
     """
 
     def make_for(spec: CacheSpec) -> MakeArray:
         def make(shape: Shape, dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
             sharding = partitioner.cache(spec, axes) if partitioner else None
             value = encode(jnp.full((), fill, value_dtype(dtype)), dtype)
-            return jnp.full(shape, value, dtype, device=sharding)
+            return full(shape, value, dtype, device=sharding)
 
         return make
 
@@ -106,8 +108,8 @@ def init_carry(
         make_cache(spec, sizes.counts[group], sizes.page_size, make_for(spec))
         for group, spec in layer_specs(groups)
     ]
-    zeros = lambda *shape: jnp.zeros(  # noqa: E731
-        shape, jnp.int32, device=partitioner.replicated if partitioner else None
+    zeros = lambda *shape: full(  # noqa: E731
+        shape, 0, jnp.int32, device=partitioner.replicated if partitioner else None
     )
     rows = config.max_num_seqs + 1
     owners = tuple(
@@ -116,6 +118,14 @@ def init_carry(
         if isinstance(group.spec, StateSpec)
     )
     return Carry(tuple(caches), owners, zeros(rows), zeros(rows, config.max_model_len))
+
+
+def abstract_full(
+    shape: Shape, value: object, dtype: DTypeLike, *, device: jax.sharding.Sharding | None
+) -> jax.ShapeDtypeStruct:
+    """What `jax.numpy.full` would make, without memory."""
+    del value
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
 
 def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> StepFunction:
@@ -200,7 +210,7 @@ def jit_step(
             leaves, carry, jax.device_put(batch), sampling
         )
     options: dict[str, Any] = {}
-    if jax.default_backend() == "cpu":
+    if platform.current().platform == "cpu":
         # Without it XLA:CPU copies whole page pools around the in-place updates.
         options["compiler_options"] = {"xla_cpu_copy_insertion_use_region_analysis": True}
     if sharded:

@@ -5,7 +5,7 @@ import functools
 import jax
 
 from pallas_kernels import registry
-from pallas_kernels.checks import check_float32, check_groups, check_rows, check_shapes
+from pallas_kernels.checks import check_float32, check_groups, check_rows, check_shapes, check_state
 from pallas_kernels.gated_delta_rule import reference
 from pallas_kernels.ragged import RaggedBatch
 
@@ -43,7 +43,8 @@ def gated_delta_rule(
         g: f32[T, Hv] log decay, <= 0; or f32[T, Hv, dk], one per key channel (Kimi delta
             attention).
         beta: f32[T, Hv] write strength.
-        state: f32[slots, Hv, dk, dv]; donate it to the surrounding jit to update it in place.
+        state: [slots, Hv, dk, dv]; dtype `storage.storage_dtype` of float32 or bfloat16, to which
+            states are rounded when written. Donate it to the surrounding jit to update it in place.
         ragged: row boundaries.
         read_slots: i32[S], 0 (the null slot) for padding rows.
         write_slots: i32[S], 0 for padding rows.
@@ -96,6 +97,7 @@ def _check(
         "beta": (beta, (num_tokens, v_heads)),
         "state": (state, (state.shape[0], v_heads, dk, dv)),
     })  # fmt: skip
-    check_float32(OP, g=g, beta=beta, state=state)
+    check_float32(OP, g=g, beta=beta)
+    check_state(OP, state)
     check_groups(OP, v_heads, k_heads)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)

@@ -5,7 +5,8 @@ beta:
 
     S <- diag(e^g) S;  S <- S + k (x) beta (v - S^T k);  o = S^T q
 
-Everything is computed in float32. Letters: T tokens, C chunk, Hk key heads, Hv value heads.
+Everything is computed in float32; only a pool of states may hold bfloat16. Letters: T tokens,
+C chunk, Hk key heads, Hv value heads.
 """
 
 import jax

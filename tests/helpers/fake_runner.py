@@ -13,6 +13,7 @@ import numpy as np
 
 from hybrid_jax.cache.arrays import CacheSizes, StateSlots
 from hybrid_jax.config import EngineConfig, ModelConfig
+from hybrid_jax.memory.snapshot import LiveBytes
 from hybrid_jax.runtime.batch import StepBatch, StepKind, StepOutput
 from hybrid_jax.sampling_params import SamplingParams
 from hybrid_jax.specs import (
@@ -142,6 +143,15 @@ class FakeRunner:
     @property
     def num_compiles(self) -> int:
         return len(self.shapes)
+
+    def live_bytes(self) -> LiveBytes:
+        """As if every unit weighed what its spec says."""
+        weights = [
+            count * getattr(g.spec, "nbytes", 0)
+            or count * self.sizes.page_size * g.spec.bytes_per_token  # type: ignore[union-attr]
+            for g, count in zip(self.groups, self.sizes.counts, strict=True)
+        ]
+        return LiveBytes("toy", "float32", 1000, tuple(weights), 100, {})
 
     def prepare(self, batches: Iterable[StepBatch]) -> None:
         for batch in batches if self.config.warmup else ():

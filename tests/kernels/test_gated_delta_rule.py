@@ -177,7 +177,7 @@ def test_split_prefill_equals_unsplit(cut: int) -> None:
         ({"k": jnp.zeros((2, 1, 8))}, "k must be"),
         ({"g": jnp.zeros((2, 4), jnp.bfloat16)}, "g must be float32"),
         ({"state": jnp.zeros((3, 4, 8, 4))}, "state must be"),
-        ({"state": jnp.zeros((3, 4, 8, 6), jnp.bfloat16)}, "state must be float32"),
+        ({"state": jnp.zeros((3, 4, 8, 6), jnp.float16)}, "state must hold float32 or bfloat16"),
         ({"write_slots": jnp.zeros(3, jnp.int32)}, "write_slots must be"),
         ({"q": jnp.zeros((2, 3, 8)), "k": jnp.zeros((2, 3, 8))}, "not a multiple"),
     ],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from hybrid_jax import LLM, SamplingParams
 from hybrid_jax.generate import generate
 from hybrid_jax.loading import load_model
 from pallas_kernels import registry
@@ -96,6 +97,87 @@ def test_inspect_prints_layers_parameters_and_bytes(run: Run, model: Path) -> No
     # K and V of two heads of 16 in bfloat16; a window of 8; 64 tokens of full attention.
     for words in ("128 B", "1.0 KiB", "8.0 KiB"):
         assert words in out
+
+
+PLAN = ("--chip", "v5e", "--estimate")
+
+
+def test_plan_needs_a_config_alone(run: Run, model: Path, tmp_path: Path) -> None:
+    """The same from a directory and from its config.json; tables, or JSON with the same numbers."""
+    config = tmp_path / "config.json"
+    config.write_bytes((model / "config.json").read_bytes())
+    options = (*PLAN, "--max-num-seqs", 3, "--max-model-len", 64, "--page-size", 8)
+    code, out, err = run("plan", config, *options)
+    assert (code, err) == (0, "")
+    assert (0, out, "") == run("plan", model, *options)
+    for words in (
+        "lara_mini in float32 on v5e: max_num_seqs 3, max_model_len 64",
+        "25 pages of 8",
+        "10 slots",  # three running, six checkpoints and the null slot
+        "estimated",
+        "largest layer",
+    ):
+        assert words in out
+    report = json.loads(run("plan", config, *options, "--json")[1])
+    assert [line["unit"] for line in report["classes"]] == ["", "page", "slot", "page", "row", ""]
+    assert report["total"] == sum(line["nbytes"] for line in report["classes"])
+    assert [c["context"] for c in report["concurrency"]] == [64, 256, 1024]
+    bfloat16 = json.loads(run("plan", config, *options, "--dtype", "bfloat16", "--json")[1])
+    assert bfloat16["total"] < report["total"]
+
+
+def test_plan_compares_with_a_snapshot(run: Run, model: Path, tmp_path: Path) -> None:
+    """The snapshot's flags apply, unless others are given."""
+    with LLM(model, max_num_seqs=3, max_model_len=64, page_size=8) as llm:
+        llm.generate([5, 6, 7], SamplingParams(max_tokens=3), use_tqdm=False)
+        snapshot = tmp_path / "memory.json"
+        snapshot.write_text(llm.memory().to_json())
+    code, out, err = run("plan", model, "--chip", "cpu", "--estimate", "--compare", snapshot)
+    assert (code, err) == (0, "")
+    assert "max_num_seqs 3" in out and "planned for cpu, live on cpu" in out
+    options = ("--chip", "cpu", "--estimate", "--compare", snapshot, "--json")
+    lines = json.loads(run("plan", model, *options)[1])["comparison"]
+    assert lines[-1] == {"name": "step temporaries", "planned": lines[-1]["planned"], "live": None}
+    for line in lines[:-1]:
+        assert line["planned"] == pytest.approx(line["live"], rel=0.01, abs=64 * 16)
+    other = json.loads(run("plan", model, *options, "--max-num-seqs", 5)[1])
+    assert other["max_num_seqs"] == 5
+    snapshot.write_text("{}")
+    code, out, err = run("plan", model, *options)
+    assert code == 2 and out == "" and is_one_sentence(err) and "no memory snapshot" in err
+
+
+PLAN_MISTAKES = {
+    "chip": (["--chip", "v99"], ["'v99' is not known", "v5e"]),
+    "kv dtype": (["--kv-dtype", "fp8"], ["kv_dtype 'fp8'", "bfloat16"]),
+    "state dtype": (["--state-dtype", "int8"], ["state_dtype 'int8'", "bfloat16"]),
+    "page size": (["--page-size", "0"], ["page_size", "0"]),
+    "devices": (["--tp", "0"], ["tensor_parallel_size", "0"]),
+    "share": (["--memory-utilization", "1.5"], ["memory_utilization", "1.5"]),
+    "sequences": (
+        ["--max-num-seqs", "2000", "--memory-utilization", "0.002"],
+        ["max_num_seqs 2,000", "at most max_num_seqs", "would fit"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAN_MISTAKES)
+def test_a_plan_that_cannot_be_is_one_sentence(name: str, run: Run, model: Path) -> None:
+    options, words = PLAN_MISTAKES[name]
+    chip = () if "--chip" in options else PLAN
+    code, out, err = run("plan", model, *chip, *options)
+    assert code == 2 and out == "" and is_one_sentence(err), err
+    assert all(word in err for word in words), err
+
+
+def test_check_drift_ends_with_1_above_the_threshold(run: Run, model: Path) -> None:
+    code, out, err = run("check", "drift", model, "--tokens", 100)
+    assert (code, err) == (0, "")
+    assert "1 - 64" in out and "65 - 100" in out and "the most likely token" in out
+    code, out, err = run("check", "drift", model, "--tokens", 100, "--threshold", 0)
+    assert (code, err) == (1, "") and "drifts: " in out
+    code, out, err = run("check", "drift", model, "--tokens", 5000)
+    assert code == 2 and out == "" and is_one_sentence(err) and "tokens 5000" in err
 
 
 def test_convert_writes_a_checkpoint_that_generates_the_same(

@@ -18,10 +18,11 @@ BAD: list[tuple[str, Any]] = [
     *((name, value) for name in WHOLE for value in ("x", 1.0, None, True, HUGE, [1])),
     *((name, -1) for name in WHOLE if name != "seed"),
     *((name, value) for name in FLAGS for value in ("no", 1, None)),
-    *((name, 0) for name in ("max_num_seqs", "page_size", "max_num_batched_tokens")),
+    *((name, 0) for name in ("page_size", "max_num_batched_tokens")),
     *((name, 1) for name in ("max_model_len", "num_pages")),
     *(("memory_utilization", value) for value in (0.0, 1.5, float("nan"), "half", None, True)),
     *(("kv_dtype", value) for value in ("zzz", "float16", None, ["float32"])),
+    *(("state_dtype", value) for value in ("auto", "float16", None)),
     *(("row_buckets", value) for value in ((0, 2), (-2,), (1.5,), ("2",), 2, "2", None, (True,))),
     *(("token_buckets", value) for value in ((0,), (-16, 16), {16: 1}, 16, (2**31,))),
     *(

@@ -145,9 +145,13 @@ def commands(document: str) -> list[list[str]]:
 def test_the_commands_of_the_readme_exist() -> None:
     root = typer.main.get_command(app)
     found = commands("README.md")
-    assert {command[1] for command in found} == {"generate", "inspect", "convert", "serve"}
+    names = {"generate", "inspect", "plan", "check", "convert", "serve"}
+    assert {command[1] for command in found} == names
     for _, name, *arguments in found:
         command = root.commands[name]  # type: ignore[attr-defined]
+        while hasattr(command, "commands"):  # a group: the next word is one of its own
+            name, *arguments = arguments
+            command = command.commands[name]
         context = command.make_context(name, list(arguments))  # raises on an unknown option
         assert context.params
 

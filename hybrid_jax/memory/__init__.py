@@ -1,0 +1,1 @@
+"""What a model takes on a device: planned before it is there, and counted while it runs."""

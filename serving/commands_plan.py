@@ -1,0 +1,141 @@
+"""`hybrid-jax plan` and `hybrid-jax check`: what a model takes, and whether it can be trusted."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hybrid_jax.cache.chips import CHIPS
+
+if TYPE_CHECKING:
+    from hybrid_jax.memory.plan import MemoryPlan
+    from hybrid_jax.memory.snapshot import MemorySnapshot
+
+check = typer.Typer(no_args_is_help=True, help="Checks of a model's numbers.")
+
+PathArgument = Annotated[
+    Path, typer.Argument(help="Model directory, .gguf file or config.json; no weights are read.")
+]
+TABLE_WIDTH = 100  # where the output is no terminal
+
+
+def plan(
+    path: PathArgument,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens of a page.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "auto",
+    kv_dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    state_dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    checkpoints: Annotated[int | None, typer.Option(help="State rows kept for reuse.")] = None,
+    chip: Annotated[
+        str, typer.Option(help=f"cpu, {', '.join(CHIPS)}. Default: the device here.")
+    ] = "",
+    tp: Annotated[int | None, typer.Option(help="Devices to cut the model over.")] = None,
+    memory_utilization: Annotated[float | None, typer.Option(help="Share to fill.")] = None,
+    estimate: Annotated[
+        bool, typer.Option(help="Guess the step's temporaries instead of compiling it.")
+    ] = False,
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="Snapshot (LLM.memory().to_json()) to hold against; its flags apply."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
+) -> None:
+    """Add up what a model takes on a chip, and how many sequences that leaves room for."""
+    from hybrid_jax.cache.chips import find_chip
+    from hybrid_jax.config import EngineConfig
+    from hybrid_jax.loading import config_dtype, load_config
+    from hybrid_jax.memory.plan import plan_memory
+    from hybrid_jax.memory.snapshot import MemorySnapshot
+
+    given = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "page_size": page_size,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "kv_dtype": kv_dtype,
+        "state_dtype": state_dtype,
+        "num_checkpoints": checkpoints,
+        "tensor_parallel_size": tp,
+        "memory_utilization": memory_utilization,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    snapshot = None if compare is None else MemorySnapshot.read(compare)
+    if snapshot is not None:
+        options = snapshot.config | options
+        dtype = snapshot.dtype if dtype == "auto" else dtype
+    model, raw = load_config(path)
+    planned = plan_memory(
+        model,
+        EngineConfig(**options),
+        config_dtype(dtype, raw),
+        chip=find_chip(chip),
+        temporaries_from="estimate" if estimate else "compiler",
+    )
+    _print_plan(planned, snapshot, as_json)
+
+
+def _print_plan(plan: "MemoryPlan", snapshot: "MemorySnapshot | None", as_json: bool) -> None:
+    from hybrid_jax.memory import tables
+    from hybrid_jax.memory.snapshot import compare
+
+    if as_json:
+        report = plan.to_dict()
+        if snapshot is not None:
+            report["comparison"] = [vars(line) for line in compare(plan, snapshot)]
+        typer.echo(json.dumps(report, indent=2))
+        return
+    console = _console()
+    console.print(tables.plan_table(plan))
+    if snapshot is None:
+        console.print(tables.concurrency_table(plan))
+    else:
+        console.print(tables.comparison_table(plan, snapshot))
+        console.print(tables.pools_table(snapshot))
+
+
+@check.command()
+def drift(
+    path: Annotated[Path, typer.Argument(help="Model directory or .gguf file.")],
+    tokens: Annotated[int, typer.Option(help="0: the model's longest, at most 8,192.")] = 0,
+    threshold: Annotated[
+        float, typer.Option(help="Largest mean difference, in deviations of the logits.")
+    ] = 0.05,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
+) -> None:
+    """Decode with states in bfloat16 against float32; exit code 1 if they drift apart."""
+    from hybrid_jax.drift import measure_drift
+    from hybrid_jax.loading import load_model
+
+    report = measure_drift(load_model(path, dtype=dtype), tokens, seed=seed)
+    table = Table(title="state_dtype bfloat16 against float32")
+    for name in ("tokens", "max logit", "mean logit", "in deviations", "KL, nats", "same argmax"):
+        table.add_column(name, justify="right")
+    for row in report.rows:
+        table.add_row(
+            f"{row.start:,} - {row.end:,}",
+            f"{row.max_difference:.3g}",
+            f"{row.mean_difference:.3g}",
+            f"{row.relative:.3g}",
+            f"{row.kl_divergence:.2g}",
+            f"{row.agreement:.1%}",
+        )
+    console = _console()
+    console.print(table)
+    first = report.first_difference
+    where = f"first differs at token {first:,}" if first else "never differs"
+    console.print(f"the most likely token {where}")
+    if report.worst > threshold:
+        console.print(f"drifts: {report.worst:.3g} deviations, more than {threshold:g}")
+        raise typer.Exit(1)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=TABLE_WIDTH)
