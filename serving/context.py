@@ -45,14 +45,17 @@ class ServerContext:
         """Whether requests should be sent here."""
         return self.watchdog.problem() is None and self.engine.accepting
 
-    def requests(
+    async def requests(
         self, completion_id: str, prompts: Sequence[Sequence[int]], params: SamplingParams
     ) -> list[Request]:
         """One engine request per prompt. Raises InvalidRequest."""
         self.check_params(params)
-        return [
+        requests = [
             Request(f"{completion_id}-{i}", tuple(ids), params) for i, ids in enumerate(prompts)
         ]
+        if params.structured is not None:
+            await self.engine.check(requests[0])
+        return requests
 
 
 def new_id(prefix: str) -> str:

@@ -31,7 +31,7 @@ async def create_chat_completion(body: ChatRequest, http: Request, server: Serve
         **_template_variables(server, body.chat_template_kwargs or {}),
     )
     form = ChatFormat(server, body)
-    requests = server.requests(form.id, [token_ids], params)
+    requests = await server.requests(form.id, [token_ids], params)
     if body.stream:
         return stream(server.engine, requests, lambda: form, include_usage=body.include_usage)
     return form.whole(await collect(http, server.engine, requests))

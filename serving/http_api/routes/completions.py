@@ -26,7 +26,7 @@ async def create_completion(body: CompletionRequest, http: Request, server: Serv
     params = body.sampling_params(logprobs=body.logprobs)
     prompts = await _token_ids(server, body)
     form = CompletionFormat(server, body, prompts, params.n)
-    requests = server.requests(form.id, prompts, params)
+    requests = await server.requests(form.id, prompts, params)
     if body.stream:
         return stream(server.engine, requests, lambda: form, include_usage=body.include_usage)
     return form.whole(await collect(http, server.engine, requests))
