@@ -23,7 +23,7 @@ class GrpcFront:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # set at run time
         self._server: grpc.aio.Server | None = None
         self._watch: asyncio.Task[None] | None = None
         self.url = ""
