@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -163,22 +162,24 @@ app.command()(commands_plan.plan)
 app.add_typer(commands_plan.check, name="check")
 
 
-def _serve_command() -> Callable[..., None]:
+def _add_server_commands() -> None:
     try:
+        from serving.bench_command import bench
         from serving.serve_command import serve
-
-        return serve
     except ModuleNotFoundError as error:
         missing = error.name
 
-    def unavailable() -> None:
-        """Serve a model over HTTP; needs pip install "hybrid-jax[serve]"."""
-        raise HybridJaxError(f'{missing} is not installed; pip install "hybrid-jax[serve]"')
+        def serve() -> None:
+            """Serve a model over HTTP; needs pip install "hybrid-jax[serve]"."""
+            raise HybridJaxError(f'{missing} is not installed; pip install "hybrid-jax[serve]"')
 
-    return unavailable
+        app.command()(serve)
+        return
+    app.command()(serve)
+    app.add_typer(bench, name="bench")
 
 
-app.command("serve")(_serve_command())
+_add_server_commands()
 
 
 def main() -> None:

@@ -229,7 +229,8 @@ SCHEMA: Any = {
 def test_a_response_format_shapes_the_answer(client: openai.OpenAI) -> None:
     named: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     options: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, "seed": 2}
-    for response_format in (named, {"type": "json_object"}):
+    formats: tuple[Any, Any] = (named, {"type": "json_object"})
+    for response_format in formats:
         got = client.chat.completions.create(**options, response_format=response_format, n=2)
         for choice in got.choices:
             if choice.finish_reason == "stop":  # else it is the beginning of an object
