@@ -40,9 +40,19 @@ _WANTED = "send a JSON object with Content-Type: application/json"
 ERRORS = (400, 401, 404, 413, 429, 500, 503)
 
 
+class _App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Without FastAPI's own kind of error, which is never sent."""
+        document = super().openapi()
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        return document
+
+
 def create_app(context: ServerContext) -> FastAPI:
     """An application that serves what `context` says."""
-    app = FastAPI(
+    app = _App(
         title="hybrid-jax",
         version=hybrid_jax.__version__,
         description="OpenAI-compatible inference for hybrid-attention language models.",
