@@ -5,6 +5,7 @@ is woken once, however many tokens there are.
 """
 
 import asyncio
+import contextvars
 import logging
 import threading
 import time
@@ -39,6 +40,7 @@ class TokenStream(AsyncIterator[TokenEvent]):
         self.first_token_at: float | None = None
         self.last_token_at: dict[int, float] = {}  # by completion
         self.loop = asyncio.get_running_loop()
+        self.context = contextvars.copy_context()  # of the task that asked
         self.closed = False  # nobody reads any more
         self._abort = abort
         self._whole = whole

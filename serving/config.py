@@ -99,6 +99,8 @@ class ServerConfig(_EngineSettings):
         "Operations", "Least severe records to log.", "info"
     )
 
+    otlp_endpoint: str = setting("Operations", "Where to send traces; empty: nowhere.", "")
+
     @model_validator(mode="after")
     def _consistent(self) -> "ServerConfig":
         if (self.tls_cert_file is None) != (self.tls_key_file is None):

@@ -10,13 +10,14 @@ from hybrid_jax.bundled import bundled_model
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.llm import connect
 from hybrid_jax.tokenizer import HFTokenizer
-from serving.async_engine import AsyncEngine
+from serving.async_engine import AsyncEngine, Observer
 from serving.config import ServerConfig
 from serving.context import ServerContext
 from serving.grpc_api.front import GrpcFront
 from serving.http_api.app import create_app
 from serving.http_api.front import HttpFront
 from serving.metrics import Metrics
+from serving.tracing import RequestTracer, otlp_provider
 from serving.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,14 @@ async def serve(
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     metrics = Metrics(model_name)
+    observers: list[Observer] = [metrics.observe]
+    provider = otlp_provider(config.otlp_endpoint) if config.otlp_endpoint else None
+    if provider is not None:
+        observers.append(RequestTracer(provider, model_name))
     served = AsyncEngine(
         engine,
         tokenizer,
-        observers=(metrics.observe,),
+        observers=observers,
         on_death=lambda: loop.call_soon_threadsafe(stop.set),
     )
     metrics.watch(served)
@@ -98,5 +103,7 @@ async def serve(
         for front in fronts:
             await front.stop()
         await asyncio.to_thread(served.close)
+        if provider is not None:
+            await asyncio.to_thread(provider.shutdown)  # sends what is left
     logger.info("stopped")
     return 1 if served.death is not None else 0

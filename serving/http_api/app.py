@@ -25,6 +25,7 @@ from serving.http_api.routes import (
     tokens,
 )
 from serving.http_api.schemas import ErrorResponse
+from serving.tracing import CallerTrace
 
 ROUTERS = (
     completions.router,
@@ -67,6 +68,8 @@ def create_app(context: ServerContext) -> FastAPI:
     # The one added last sees a request first.
     app.add_middleware(BodyLimit, max_bytes=context.config.max_body_bytes)
     app.add_middleware(ApiKeys, keys=context.config.api_keys())
+    if context.config.otlp_endpoint:
+        app.add_middleware(CallerTrace)
     app.add_middleware(RequestIds, on_answer=context.metrics.answered)
     return app
 
