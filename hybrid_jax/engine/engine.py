@@ -338,7 +338,7 @@ class Engine:
         """Fails the oldest sequence if nothing can run and nothing is about to change."""
         for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting.values()][:1]:
             logger.error("sequence %d cannot be scheduled although nothing else runs", sequence.uid)
-            self._fail(sequence, StepFailed("the request cannot be scheduled; retry it alone"))
+            self._fail(sequence, StepFailed(f"there is no room even alone{self.kept.hint}"))
 
     def _fail_step(self, sequences: list[Sequence], error: Exception) -> None:
         """Ends the sequences of a step that raised; everybody else is computed again."""

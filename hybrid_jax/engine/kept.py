@@ -27,6 +27,13 @@ class KeptPrefixes:
         self._cache = cache
         self._owners = itertools.count(MAX_UID, -1)  # of restored states; far from sequences' uids
 
+    @property
+    def hint(self) -> str:
+        """What to do when there is no room: the end of a sentence, empty if nothing is kept."""
+        kept = self._cache.prefixes.kept
+        tokens = sum(prefix.length for prefix in kept)
+        return f"; {len(kept)} sessions hold {tokens} tokens, close some" if kept else ""
+
     def keep(self, sequence: Sequence) -> Prefix:
         """Keeps what a running sequence has computed. It may go on: it writes elsewhere then."""
         prefix = self._cache.prefixes.of(sequence)

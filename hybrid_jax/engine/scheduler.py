@@ -190,9 +190,11 @@ class Scheduler:
     def _chunk(self, plan: Schedule, sequence: Sequence) -> int:
         """Tokens of the sequence's next prefill chunk; 0 when the budget is spent."""
         remaining = sequence.num_remaining_prefill
-        limit = max(1, self.chunk_limit(sequence, remaining))
-        most = min(remaining, limit, self._max_num_batched_tokens - plan.num_tokens)
-        return self._cache.prefixes.grid.clip(sequence, most, may_wait=bool(plan.prefill))
+        wanted = min(remaining, max(1, self.chunk_limit(sequence, remaining)))
+        left = self._max_num_batched_tokens - plan.num_tokens
+        return self._cache.prefixes.grid.clip(
+            sequence, min(wanted, left), may_wait=left < wanted and bool(plan.prefill)
+        )
 
     def _make_room(self, plan: Schedule, sequence: Sequence, num_tokens: int) -> bool:
         """Allocates, preempting younger sequences, the youngest first, while pages run out."""

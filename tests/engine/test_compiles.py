@@ -29,7 +29,15 @@ SAMPLED = (
 
 def test_nothing_compiles_after_the_warm_up(tmp_path: Path) -> None:
     rig = Rig("lara_mini-untied", tmp_path)  # its model and oracle; its own runner never runs
-    config = engine_config(max_num_seqs=4, row_buckets=(2, 4), token_buckets=(16,), warmup=True)
+    config = engine_config(
+        max_num_seqs=4,
+        row_buckets=(2, 4),
+        token_buckets=(16,),
+        prefill_alignment=8,
+        checkpoint_interval=8,
+        debug_poison=True,
+        warmup=True,
+    )
     runner = Runner(rig.model, config, processors={"even": lambda logits, context: logits})
     engine = Engine(runner, None)
     buckets = len(step_shapes(runner.config))
@@ -40,6 +48,7 @@ def test_nothing_compiles_after_the_warm_up(tmp_path: Path) -> None:
     sampled = [
         Request(f"s{i}", random_prompt(3 + 5 * i, i), params) for i, params in enumerate(SAMPLED)
     ]
+    sampled.append(Request("fork", random_prompt(11, 3), SamplingParams(n=3)))
     engine._scheduler.chunk_limit = lambda sequence, remaining: rng.choice([1, 3, 16])
     with compile_log() as events:
         before_step = schedule_of(
@@ -50,6 +59,7 @@ def test_nothing_compiles_after_the_warm_up(tmp_path: Path) -> None:
     assert runner.num_compiles == engine.stats().compiles == buckets
     ended = [r for r in plain if record.ends[(r.request_id, 0)].finish_reason == "length"]
     assert len(ended) > 6
+    assert engine.stats().cached_tokens > 10  # a hit or a fork, at least
     rig.oracle.check(record, ended)
 
 

@@ -210,6 +210,19 @@ def test_a_session_refuses_what_it_cannot_do_and_goes_on(rig: GetRig) -> None:
     rig_.assert_clean(engine)
 
 
+def test_a_request_that_sessions_leave_no_room_for_says_so(rig: GetRig) -> None:
+    rig_ = rig("lara_mini")
+    llm, engine = opened(rig_, longest=60)
+    session = llm.session()
+    say(session, rig_, 33, 2, 0)
+    (output,) = llm.generate([list(random_prompt(40, 1))], greedy(2), use_tqdm=False)
+    assert "1 sessions hold 34 tokens, close some" in str(output.outputs[0].error)
+    session.close()
+    (output,) = llm.generate([list(random_prompt(40, 1))], greedy(2), use_tqdm=False)
+    assert output.outputs[0].token_ids == rig_.oracle(random_prompt(40, 1), 2)
+    rig_.assert_clean(engine)
+
+
 def test_a_session_outlives_an_engine_that_recovered(
     rig: GetRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

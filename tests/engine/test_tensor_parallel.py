@@ -28,16 +28,32 @@ def is_cut(array: jax.Array, size: int) -> bool:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma3"])
 def test_tokens_are_those_of_one_device(name: str, size: int, tmp_path: Path) -> None:
-    """Two KV heads: they are cut over two devices and replicated over four."""
+    """Two KV heads: they are cut over two devices and replicated over four.
+
+    The second time all prompts hit the prefix cache, and a page is copied.
+    """
     directory = tiny.write_checkpoint(name, tmp_path, seed=0)
-    config = engine_config(tensor_parallel_size=size, max_num_seqs=4, row_buckets=(4,))
+    config = engine_config(
+        tensor_parallel_size=size,
+        max_num_seqs=4,
+        row_buckets=(4,),
+        prefill_alignment=8,
+        checkpoint_interval=8,
+        debug_poison=True,
+    )
     model = open_model(directory, dtype="float32", config=config)
     runner = Runner(model, config, fill=float("nan"))
     engine = Engine(runner, None)
-    requests = [Request(f"r{n}", random_prompt(n, 0), greedy(12)) for n in (1, 3, 9, 17, 33)]
-    for request in requests:
-        engine.add_request(request)
-    Oracle(load_model(directory, dtype="float32")).check(drive(engine), requests)
+    oracle = Oracle(load_model(directory, dtype="float32"))
+    for turn, completions in enumerate((1, 2)):
+        requests = [
+            Request(f"r{turn}-{n}", random_prompt(n, 0), greedy(12, n=completions))
+            for n in (1, 3, 9, 17, 33)
+        ]
+        for request in requests:
+            engine.add_request(request)
+        oracle.check(drive(engine), requests)
+    assert engine.stats().cached_tokens > 8 + 16 + 32
 
     for path, array in model.params.items():
         if path.endswith(("q_proj.weight", "gate_proj.weight", "embed_tokens.weight")):
