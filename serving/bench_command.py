@@ -3,7 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
@@ -40,16 +40,17 @@ def serve(
     output: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     """Load any server that has OpenAI's API: TTFT, TPOT, ITL, E2E, throughput and goodput."""
-    if workload not in get_args(WorkloadName):
-        raise ValueError(f"workload must be one of {get_args(WorkloadName)}, got {workload!r}")
+    names = get_args(WorkloadName)
+    if workload not in names:
+        raise ValueError(f"--workload must be {', '.join(names)}, got {workload!r}; choose one")
     work = Workload(
-        workload,
+        cast(WorkloadName, workload),
         sessions,
         prompt_words,
         prefix_words,
         turns,
         max_tokens,
-        seed,  # type: ignore[arg-type]
+        seed,
     )
     load = Load(rate, concurrency if rate is not None else concurrency or 8)
     limits = _limits(slo or [])

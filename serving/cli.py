@@ -169,11 +169,11 @@ def _add_server_commands() -> None:
     except ModuleNotFoundError as error:
         missing = error.name
 
-        def serve() -> None:
+        def unavailable() -> None:
             """Serve a model over HTTP; needs pip install "hybrid-jax[serve]"."""
             raise HybridJaxError(f'{missing} is not installed; pip install "hybrid-jax[serve]"')
 
-        app.command()(serve)
+        app.command("serve")(unavailable)
         return
     app.command()(serve)
     app.add_typer(bench, name="bench")

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def otlp_provider(endpoint: str) -> "TracerProvider":
     """Sends spans to `endpoint`, in batches. Raises ValueError if OpenTelemetry is missing."""
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # pyright: ignore[reportMissingImports]
+            OTLPSpanExporter,
+        )
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor

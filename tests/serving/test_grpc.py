@@ -68,7 +68,7 @@ def client(serve: Callable[..., GrpcServer]) -> Iterator[Client]:
 
 def in_engine(bundled: Bundled, prompt: str | list[int], **options: Any) -> Any:
     """What the engine, asked directly, gives for a prompt."""
-    served, _ = bundled
+    served = bundled[0]
     ids = served.require_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
     request = Request("direct", tuple(ids), SamplingParams(**options))
 

@@ -37,7 +37,9 @@ def test_a_request_is_a_span_of_the_callers_trace(loop_thread: LoopThread) -> No
     server.close()
     served.close()
     good, failed = exporter.get_finished_spans()
-    assert good.parent is not None and f"{good.parent.span_id:016x}" == SPAN
+    assert good.parent is not None and good.context is not None
+    assert good.start_time is not None and good.end_time is not None
+    assert f"{good.parent.span_id:016x}" == SPAN
     assert f"{good.context.trace_id:032x}" == TRACE
     assert good.attributes is not None
     assert good.attributes["gen_ai.usage.input_tokens"] == 3
