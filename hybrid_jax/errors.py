@@ -29,6 +29,10 @@ class NonFiniteLogits(HybridJaxError):
     """A sequence's logits held NaN or Inf. The sequence was ended."""
 
 
+class NothingToSample(HybridJaxError):
+    """What a request asked for excluded every token. The completion was ended."""
+
+
 class GrammarError(HybridJaxError):
     """A completion cannot go on in the grammar its request asked for. The completion was ended."""
 

@@ -9,7 +9,13 @@ from prometheus_client.registry import Collector
 
 import hybrid_jax
 from hybrid_jax.engine.types import TokenEvent
-from hybrid_jax.errors import GrammarError, NonFiniteLogits, StateOwnerMismatch, StepFailed
+from hybrid_jax.errors import (
+    GrammarError,
+    NonFiniteLogits,
+    NothingToSample,
+    StateOwnerMismatch,
+    StepFailed,
+)
 from hybrid_jax.inspection import kernel_report
 from serving.async_engine import AsyncEngine, TokenStream
 
@@ -17,7 +23,7 @@ PREFIX = "hybrid_jax:"
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)  # seconds
 _SLOW = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600)  # seconds
 _TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32_768, 131_072)
-_ERRORS = (StateOwnerMismatch, NonFiniteLogits, GrammarError, StepFailed)
+_ERRORS = (StateOwnerMismatch, NonFiniteLogits, NothingToSample, GrammarError, StepFailed)
 _REASONS = ("stop", "length", "abort", "error")
 
 

@@ -36,6 +36,7 @@ from hybrid_jax.errors import (
     EngineDead,
     InvalidRequest,
     NonFiniteLogits,
+    NothingToSample,
     QueueFull,
     StateOwnerMismatch,
     StepFailed,
@@ -107,8 +108,7 @@ class Engine:
         self._runner = runner
         self._sampling = runner.sampling_rows
         stop_ids = tuple(model.eos_token_ids if stop_ids is None else stop_ids)
-        self.config = config
-        self.model_config = model
+        self.config, self.model_config = config, model
         self._cache = CacheManager(
             runner.groups, runner.sizes, config, on_row_release=self._sampling.clear_row
         )
@@ -221,15 +221,14 @@ class Engine:
     def hold(self, request_id: str) -> Prefix:
         """Keeps what a running request of one completion has computed, to fork or snapshot it.
 
-        Raises:
-            InvalidRequest: nothing of it is computed, or it ended.
+        Raises InvalidRequest if nothing of it is computed, or it ended.
         """
         step, self._in_flight = self._in_flight, None
         if step is not None:
             self._finish(step)  # so that all computed tokens are known
-        running = [s for s in self._requests.get(request_id, ()) if s.row]
-        if running:
-            return self.kept.keep(running[0])
+        for sequence in self._requests.get(request_id, ()):
+            if sequence.row:
+                return self.kept.keep(sequence)
         raise InvalidRequest(f"request {request_id!r} is not running; hold it before it ends")
 
     def stats(self) -> EngineStats:
@@ -243,7 +242,7 @@ class Engine:
             phase_seconds=dict(self._clock.seconds),
             prompt_tokens=self._cache.num_prompt_tokens,
             cached_tokens=self._cache.num_cached_tokens,
-            caches=self._cache.stats(self._scheduler.running.values()),
+            caches=self._cache.stats(list(self._scheduler.running.values())),
         )
 
     def memory(self) -> MemorySnapshot:
@@ -272,19 +271,18 @@ class Engine:
             if self._in_flight is None:
                 self._fail_stuck()
             return None
-        sequences = plan.sequences
         try:
             self._memory.prepare(plan.admitted)
             output = self._runner.step(self._builder.build(plan), self._sampling.device())
         except Exception as error:
-            self._fail_step(sequences, error)
+            self._fail_step(plan.sequences, error)
             return None
         self._num_steps += 1
-        return _InFlight([_advance(self._cache, sequence) for sequence in sequences], output)
+        return _InFlight([_advance(self._cache, sequence) for sequence in plan.sequences], output)
 
     def _finish(self, step: _InFlight) -> None:
         try:
-            tokens, finite, owner_ok = _read(step.output)
+            tokens, finite, usable, owner_ok = _read(step.output)
             logprobs = _read_logprobs(step)
         except Exception as error:
             self._fail_step([sequence for sequence, *_ in step.rows], error)
@@ -300,8 +298,11 @@ class Engine:
                 self._quarantine(sequence, _non_finite(sequence))
             else:
                 self._cache.commit(sequence, num_tokens, good=finite[row])
-                if samples:
+                if samples and usable[row]:
                     self._append(sequence, tokens[row], logprobs[row] if logprobs else None)
+                elif samples:  # its memory is good, so it is released like any other
+                    event = self._outputs.fail(sequence, _nothing_to_sample(sequence))
+                    self._end(sequence, ReleaseReason.FINISH, event)
         self._clock.lap("output")
 
     def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
@@ -425,11 +426,12 @@ def _seed(params: SamplingParams, engine_seed: int, arrival: int) -> int:
     return (mixed ^ (mixed >> 29)) * 0x94D049BB133111EB % 2**64 >> 32
 
 
-def _read(output: "StepOutput") -> tuple[list[int], list[bool], list[bool]]:
-    """Tokens, `finite` and `owner_ok` per row. Waits for the step."""
+def _read(output: "StepOutput") -> tuple[list[int], list[bool], list[bool], list[bool]]:
+    """Tokens, `finite`, `usable` and `owner_ok` per row. Waits for the step."""
     return (
         np.asarray(output.tokens).tolist(),
         np.asarray(output.finite).tolist(),
+        np.asarray(output.usable).tolist(),
         np.asarray(output.owner_ok).tolist(),
     )
 
@@ -465,6 +467,13 @@ def _owner_mismatch(sequence: Sequence) -> StateOwnerMismatch:
     return StateOwnerMismatch(
         f"sequence {sequence.uid} found another sequence's state in its slot; it was ended so that "
         "no text leaks, retry the request"
+    )
+
+
+def _nothing_to_sample(sequence: Sequence) -> NothingToSample:
+    return NothingToSample(
+        f"no token is left to sample at position {len(sequence.token_ids)}: structured output, "
+        "logit_bias, min_tokens and logits processors exclude all together; drop one of them"
     )
 
 

@@ -68,6 +68,7 @@ class StepOutput:
     top_ids: jax.Array  # i32[S, K] ids of the K most likely tokens; K = max_logprobs
     top_logprobs: jax.Array  # f32[S, K]
     finite: jax.Array  # bool[S] the row's logits had no NaN or Inf
+    usable: jax.Array  # bool[S] what its request asked for left a token to sample
     owner_ok: jax.Array  # bool[S] every state slot read belonged to the expected owner
 
 

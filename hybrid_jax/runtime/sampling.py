@@ -68,7 +68,8 @@ class Sampled(NamedTuple):
     logprob: jax.Array  # f32[S] of the sampled token; 0 when no row asked
     top_ids: jax.Array  # i32[S, K] most likely first; -1 where the vocabulary has fewer
     top_logprobs: jax.Array  # f32[S, K]
-    finite: jax.Array  # bool[S] no NaN or Inf in the logits, and something left after adjustments
+    finite: jax.Array  # bool[S] no NaN or Inf in the logits
+    usable: jax.Array  # bool[S] what the request asked for left something to choose
 
 
 @jax.tree_util.register_dataclass
@@ -275,7 +276,7 @@ def sample(
         lambda: _in_groups(partial(_logprobs, count=max_logprobs), (logits, tokens), group),
         lambda: _no_logprobs(logits.shape[0], max_logprobs),
     )
-    return Sampled(tokens, logprob, top_ids, top_logprobs, all_finite(logits) & usable)
+    return Sampled(tokens, logprob, top_ids, top_logprobs, all_finite(logits), usable)
 
 
 def _adjust_and_choose(

@@ -170,6 +170,7 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
             logprob=sampled.logprob,
             top_ids=sampled.top_ids,
             top_logprobs=sampled.top_logprobs,
+            usable=sampled.usable,
             finite=sampled.finite & jnp.all(jnp.isfinite(last), axis=-1),
             owner_ok=owner_ok,
         )
@@ -193,7 +194,9 @@ def check_owners(
     slots = [table for table in batch.tables if isinstance(table, StateSlots)]
     for owner, table in zip(owners, slots, strict=True):
         ok &= ~has_state | (owner[table.read] == table.read_owner)
-        updated.append(owner.at[table.write].set(table.write_owner))
+    for owner, table in zip(owners, slots, strict=True):
+        # What came of a wrong state is nobody's: whoever shares it is told as well.
+        updated.append(owner.at[table.write].set(jnp.where(ok, table.write_owner, 0)))
     return ok, tuple(updated)
 
 

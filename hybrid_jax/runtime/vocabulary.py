@@ -95,9 +95,10 @@ def largest_blocks(blocks: jax.Array, count: int) -> Candidates:
     They hold the `count` largest values: each value outside is preceded by the maxima of all
     of them. On ties lower indices come first, here and there.
     """
-    # The barrier keeps XLA from moving the slices below into top_k, which would turn it into a
-    # full sort: 8 ms in place of 1 ms at S 16, V 262,144 on CPU.
-    maxima, order = lax.optimization_barrier(lax.top_k(blocks.max(axis=2), count + 1))
+    # The barriers keep XLA from moving the slices below into top_k, which would turn it into a
+    # full sort: 8 ms in place of 1 ms at S 16, V 262,144 on CPU. One for each result: XLA's
+    # partitioner dies of a barrier that takes what top_k returns as a whole.
+    maxima, order = map(lax.optimization_barrier, lax.top_k(blocks.max(axis=2), count + 1))
     # Ascending, so that a value's place among the candidates still breaks ties by its index.
     chosen = jnp.sort(order[:, :count], axis=1)
     values = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1)

@@ -12,6 +12,7 @@ from hybrid_jax.errors import (
     HybridJaxError,
     IntegrityError,
     NonFiniteLogits,
+    NothingToSample,
     StateOwnerMismatch,
     StepFailed,
 )
@@ -201,3 +202,57 @@ def test_the_fake_runner_notices_a_wrong_table() -> None:
 def drive_quietly(engine: Engine) -> None:
     while engine.has_work():
         engine.step()
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_no_completion_goes_on_from_a_stolen_state(run_ahead: bool) -> None:
+    specs = (FULL, STATE)
+    config = small_config(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        prefill_alignment=4,
+        checkpoint_interval=8,
+        run_ahead=run_ahead,
+    )
+    runner = FakeRunner(specs, (60, 20), config)
+    engine = Engine(runner, None)
+    request = Request("r0", prompt_of(13, 3), greedy(12, n=3))
+    engine.add_request(request)
+    stolen: list[int] = []
+
+    def steal(_: int) -> None:
+        for sequence in engine._scheduler.running.values():
+            if sequence.index == 0 and sequence.num_computed_tokens == 8 and not stolen:
+                pair = sequence.slots[1]
+                assert pair is not None
+                stolen.append(pair.read)  # after the steps that are under way
+                runner.pending.append(lambda: runner.owners[1].__setitem__(stolen[0], 999))
+
+    record = drive(engine, before_step=steal)
+    assert stolen and isinstance(record.ends[("r0", 0)].error, StateOwnerMismatch)
+    for index in (1, 2):  # either they share what was stolen, or the first one ended before
+        if run_ahead:
+            assert isinstance(record.ends[("r0", index)].error, StateOwnerMismatch)
+        else:
+            assert record.tokens[("r0", index)] == expected_tokens(request, specs)
+    assert_baseline(engine, runner)
+    again = Request("r1", request.prompt_token_ids, greedy(4))
+    engine.add_request(again)
+    assert drive(engine).tokens[("r1", 0)] == expected_tokens(again, specs)
+
+
+def test_a_request_that_leaves_nothing_to_sample_costs_nobody_a_cached_prefix() -> None:
+    specs = (FULL, STATE)
+    config = small_config(max_num_seqs=4, prefill_alignment=4, checkpoint_interval=8)
+    runner = FakeRunner(specs, (60, 20), config)
+    engine = Engine(runner, None)
+    runner.unusable_uids.add(2)
+    for name, failed in (("r0", False), ("r1", True), ("r2", False)):
+        request = Request(name, prompt_of(13, 3), greedy(4))
+        engine.add_request(request)
+        record = drive(engine)
+        error = record.finals[name].error
+        assert isinstance(error, NothingToSample) if failed else error is None
+        assert record.tokens[(name, 0)] == ([] if failed else expected_tokens(request, specs))
+    assert record.finals["r2"].cache.cached_tokens == 12
+    assert_baseline(engine, runner)

@@ -136,6 +136,7 @@ class FakeRunner:
         self.read_error: BaseException | None = None  # raised when the next step's output is read
         self.reset_error: Exception | None = None
         self.poisoned_uids: set[int] = set()  # their logits are NaN
+        self.unusable_uids: set[int] = set()  # what they ask for leaves nothing to sample
         self.poisoned_rows: set[int] = set()
         self.reset()
         self._lost = False
@@ -185,7 +186,7 @@ class FakeRunner:
         if self.read_error is not None:
             step.error, self.read_error = self.read_error, None
         self.pending.append(step)
-        names = ("tokens", "logprob", "top_ids", "top_logprobs", "finite", "owner_ok")
+        names = ("tokens", "logprob", "top_ids", "top_logprobs", "finite", "usable", "owner_ok")
         return StepOutput(**{n: _Late(lambda n=n: self._read(step, n)) for n in names})  # type: ignore[arg-type]
 
     def set_history(self, row: int, token_ids: Sequence[int]) -> None:
@@ -242,6 +243,7 @@ class FakeRunner:
             "top_ids": np.zeros((size, self.config.max_logprobs), np.int32),
             "top_logprobs": np.zeros((size, self.config.max_logprobs), np.float32),
             "finite": np.ones(size, bool),
+            "usable": np.ones(size, bool),
             "owner_ok": np.ones(size, bool),
         }
         for i in range(rows):
@@ -258,6 +260,7 @@ class FakeRunner:
             results["top_ids"][i] = (token + np.arange(self.config.max_logprobs)) % 97
             results["top_logprobs"][i] = -0.5 - np.arange(self.config.max_logprobs)
             results["finite"][i] = uid not in self.poisoned_uids and row not in self.poisoned_rows
+            results["usable"][i] = uid not in self.unusable_uids
             results["owner_ok"][i] = owner_ok
         step.results = results
 
@@ -351,7 +354,7 @@ class FakeRunner:
                     self._complain(f"slot {read} of group {g} holds the state of another place")
                 before = state[read] or (0, 0)
             state[write] = (_absorb(before[0], fed), length)
-            self.owners[g][write] = uid
+            self.owners[g][write] = uid if owner_ok else 0
             parts.append(state[write][0])
         return parts, owner_ok, uid
 

@@ -30,12 +30,14 @@ def test_rows_without_a_usable_token_are_marked(processor: Any) -> None:
     )
     lens, history = jnp.ones(4, jnp.int32), jnp.zeros((5, 8), jnp.int32)
 
-    def finite(row_ids: list[int]) -> list[bool]:
+    def judged(row_ids: list[int]) -> tuple[list[bool], list[bool]]:
         ids = jnp.array(row_ids, jnp.int32)
         sampled = sample(
             logits, rows.device(), ids, lens, history, max_logprobs=2, processors=(processor,)
         )
-        return sampled.finite.tolist()
+        return sampled.finite.tolist(), sampled.usable.tolist()
 
-    assert finite([1, 3, 3, 4]) == [True, True, True, False]
-    assert finite([1, 2, 3, 4]) == [True, False, True, False]
+    assert judged([1, 3, 3, 4])[0] == [True, True, True, False]
+    finite, usable = judged([1, 2, 3, 4])
+    assert finite == [True, True, True, False]
+    assert usable[:3] == [True, False, True]
