@@ -20,6 +20,9 @@ from serving.http_api.error_response import error_body
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; for the log
+EVENT_STREAM = "text/event-stream"
+# For the OpenAPI document: with `stream` the answer is not JSON.
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {EVENT_STREAM: {}}}}
 
 
 class ChunkFormat(Protocol):
@@ -104,9 +107,7 @@ class _EventResponse(StreamingResponse):
     """Closes the token streams however it ends, also if it never began."""
 
     def __init__(self, streams: ExitStack, chunks: AsyncIterator[str]) -> None:
-        super().__init__(
-            chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        super().__init__(chunks, media_type=EVENT_STREAM, headers={"Cache-Control": "no-cache"})
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

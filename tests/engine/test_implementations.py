@@ -50,8 +50,8 @@ def test_the_named_implementation_runs_in_every_bucket(
     record = drive(engine)
     assert record.tokens["a", 0] == rig_.oracle(prompt, 4)
     assert len(calls) == 4 * layers  # and in the compiled steps
-    chosen = [s for s in registry.report() if s.op == OP and s.forced]
-    assert {s.implementation for s in chosen} == {"reference", "counted"}
+    chosen = [s for s in registry.report() if s.op == OP and s.implementation == "counted"]
+    assert all(s.forced for s in chosen)
     tokens = {s.facts.values["q"].shape[0] for s in chosen}
     assert tokens == {CHUNK, ROWS}
 

@@ -12,14 +12,14 @@ from hybrid_jax.errors import InvalidRequest
 from hybrid_jax.llm import RequestOutput
 from serving.context import ServerContext, new_id
 from serving.http_api.context import Server
-from serving.http_api.generation import collect, stream, total_usage, usage_body
+from serving.http_api.generation import STREAMED, collect, stream, total_usage, usage_body
 from serving.http_api.logprobs import chat_logprobs
 from serving.http_api.schemas import ChatRequest, ChatResponse
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", response_model=ChatResponse)
+@router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
 async def create_chat_completion(body: ChatRequest, http: Request, server: Server) -> Any:
     """Answers a conversation, `n` times; with `stream`, as server-sent events."""
     server.check_model(body.model)

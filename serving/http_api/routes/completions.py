@@ -10,14 +10,14 @@ from hybrid_jax.errors import InvalidRequest
 from hybrid_jax.llm import RequestOutput
 from serving.context import ServerContext, new_id
 from serving.http_api.context import Server
-from serving.http_api.generation import collect, stream, total_usage, usage_body
+from serving.http_api.generation import STREAMED, collect, stream, total_usage, usage_body
 from serving.http_api.logprobs import completion_logprobs, token_text
 from serving.http_api.schemas import CompletionRequest, CompletionResponse
 
 router = APIRouter()
 
 
-@router.post("/v1/completions", response_model=CompletionResponse)
+@router.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
 async def create_completion(body: CompletionRequest, http: Request, server: Server) -> Any:
     """Continues each prompt, `n` times; with `stream`, as server-sent events."""
     server.check_model(body.model)
