@@ -277,10 +277,10 @@ def products(dtype: Any) -> Callable[..., jax.Array]:
 class Decay(NamedTuple):
     """The decays of a chunk, per head: since it began, between tokens, and until it ends."""
 
-    growth: list[jax.Array]  # f32[C, 1] e^(total_i)
-    ratio: list[jax.Array]  # f32[C, C] e^(total_i - total_j) for j <= i, else 0
-    rest: list[jax.Array]  # f32[C, 1] e^(total_last - total_i)
-    whole: list[jax.Array]  # f32[1, 1] e^(total_last)
+    growth: jax.Array  # f32[C, heads] e^(total_i)
+    ratio: list[jax.Array]  # per head f32[C, C] e^(total_i - total_j) for j <= i, else 0
+    rest: jax.Array  # f32[C, heads] e^(total_last - total_i)
+    whole: jax.Array  # f32[1, heads] e^(total_last)
 
     @classmethod
     def of(cls, g: jax.Array) -> "Decay":
@@ -289,15 +289,9 @@ class Decay(NamedTuple):
         column = lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1)
         lower = row >= column
         total = products(F32)(lower.astype(F32), g)  # log decay since the chunk began
-        total_t = total.T
-        columns = [total[:, h : h + 1] for h in range(g.shape[1])]
-        last = [x[CHUNK - 1 :] for x in columns]
-        return cls(
-            [jnp.exp(x) for x in columns],
-            [
-                jnp.exp(jnp.where(lower, x - total_t[h : h + 1], NEVER))
-                for h, x in enumerate(columns)
-            ],
-            [jnp.exp(end - x) for end, x in zip(last, columns, strict=True)],
-            [jnp.exp(x) for x in last],
-        )
+        total_t, last = total.T, total[CHUNK - 1 :]
+        ratio = [
+            jnp.exp(jnp.where(lower, total[:, h : h + 1] - total_t[h : h + 1], NEVER))
+            for h in range(g.shape[1])
+        ]
+        return cls(jnp.exp(total), ratio, jnp.exp(last - total), jnp.exp(last))

@@ -82,6 +82,7 @@ def _segment(part, q, k, v, gates, out, state, *, k_heads: int, scale: float, l2
     gate = jnp.where(inside, gates[0], 0.0)
     beta = [gate[:, heads + h : heads + h + 1] for h in H]
     growth, ratio, rest, whole = Decay.of(gate[:, :heads])
+    growth, rest, whole = ([x[:, h : h + 1] for h in H] for x in (growth, rest, whole))
 
     keys, queries = ([load(ref, j, dk) for j in K] for ref in (k, q))
     if l2norm:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu_rows
 from pallas_kernels.ragged import RaggedBatch
@@ -82,28 +83,48 @@ def _segment(part, B, C, x, gates, y, state, *, groups: int) -> None:
     def load(ref, n: int, size: int) -> jax.Array:
         return jnp.where(inside, ref[:, n * size : (n + 1) * size].astype(F32), 0.0)
 
-    def spread(columns: list[jax.Array], n: int) -> jax.Array:
-        """The columns of the heads of vector n [c, 1 or 128], each over its head's lanes."""
-        first, *others = columns[n * sharing : (n + 1) * sharing]
-        for index, column in enumerate(others, 1):
-            first = jnp.where(lane < index * width, first, column)
+    head = lax.broadcasted_iota(jnp.int32, (3 * heads, lanes), 0) % heads
+    owner = lax.broadcasted_iota(jnp.int32, (3 * heads, lanes), 1) // width == head
+
+    def spread(columns: jax.Array) -> list[jax.Array]:
+        """Columns of all heads [c, heads], each over its head's lanes: [c, 128] per vector.
+
+        A product with zeros and ones, exact since the columns go as three parts of 8 bits each:
+        broadcasts would keep the units that move lanes busy longer than everything else.
+        """
+        parts = []
+        for _ in range(3):
+            bits = pltpu.bitcast(columns, jnp.uint32) & jnp.uint32(0xFFFF0000)
+            parts.append(pltpu.bitcast(bits, F32))
+            columns = columns - parts[-1]
+        wide = products(jnp.bfloat16)(jnp.concatenate(parts, axis=1), owner.astype(F32))
+        return [wide[:, n * LANES : (n + 1) * LANES] for n in V]
+
+    def chosen(parts: list[jax.Array]) -> jax.Array:
+        """[C, 128] of the heads of a vector: of each its own lanes."""
+        first, *others = parts
+        for index, part in enumerate(others, 1):
+            first = jnp.where(lane < index * width, first, part)
         return first
 
     gate = jnp.where(inside, gates[0], 0.0)
-    dt, skip = ([gate[:, h : h + 1] for h in range(n * heads, (n + 1) * heads)] for n in (1, 2))
     growth, ratio, rest, whole = Decay.of(gate[:, :heads])
+    # What is the same for all tokens goes as the rows of one tile.
+    whole = spread(jnp.broadcast_to(whole, (8, heads)))
+    skip = spread(gates[0, :8, 2 * heads :])
+    growth, rest, dt = spread(growth), spread(rest), spread(gate[:, heads : 2 * heads])
     keys, queries = ([load(ref, n, size) for n in G] for ref in (B, C))
     scores = [dot(queries[n], keys[n], transpose_rhs=True) for n in G]  # [C, C]
     group = [n * groups // len(V) for n in V]
     inputs = [load(x, n, LANES) for n in V]
-    values = [inputs[n] * spread(dt, n) for n in V]
+    values = [inputs[n] * dt[n] for n in V]
     mixed = [dot(scores[h * groups // heads] * ratio[h], values[h // sharing])
              for h in range(heads)]  # fmt: skip
-    from_chunk = [spread(mixed, n) for n in V]
+    from_chunk = [chosen(mixed[n * sharing : (n + 1) * sharing]) for n in V]
     from_state = [dot(queries[group[n]], state[0, :, n * LANES : (n + 1) * LANES]) for n in V]
-    added = [dot(keys[group[n]], values[n] * spread(rest, n), transpose_lhs=True) for n in V]
+    added = [dot(keys[group[n]], values[n] * rest[n], transpose_lhs=True) for n in V]
     for n in V:
         at = slice(n * LANES, (n + 1) * LANES)
-        new = from_chunk[n] + from_state[n] * spread(growth, n) + inputs[n] * spread(skip, n)
+        new = from_chunk[n] + from_state[n] * growth[n] + inputs[n] * skip[n][:1]
         y[:, at] = jnp.where(inside, new, y[:, at].astype(F32)).astype(y.dtype)
-        state[0, :, at] = state[0, :, at] * spread(whole, n) + added[n]
+        state[0, :, at] = state[0, :, at] * whole[n][:1] + added[n]
