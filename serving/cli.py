@@ -170,10 +170,12 @@ def _add_server_commands() -> None:
         missing = error.name
 
         def unavailable() -> None:
-            """Serve a model over HTTP; needs pip install "hybrid-jax[serve]"."""
+            """Needs pip install "hybrid-jax[serve]"."""
             raise HybridJaxError(f'{missing} is not installed; pip install "hybrid-jax[serve]"')
 
-        app.command("serve")(unavailable)
+        anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+        for name in ("serve", "bench"):
+            app.command(name, context_settings=anything)(unavailable)
         return
     app.command()(serve)
     app.add_typer(bench, name="bench")

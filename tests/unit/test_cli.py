@@ -409,3 +409,12 @@ def test_the_process_ends_with_code_2_and_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert is_one_sentence(done.stderr) and "is not a model directory" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("serve", "m", "--http-port", "1"), ("bench", "serve")])
+def test_the_server_without_its_extra_says_what_to_install(command: tuple[str, ...]) -> None:
+    code = "import sys; sys.modules['fastapi'] = sys.modules['pydantic_settings'] = None\n"
+    code += "from serving.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert is_one_sentence(done.stderr) and 'pip install "hybrid-jax[serve]"' in done.stderr
