@@ -4,9 +4,12 @@ Steps that are equal compile once per session: the compilation cache lies in a t
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("HYBRID_JAX_TEST_PLATFORM", "cpu")
 _FLAG = "--xla_force_host_platform_device_count"
@@ -14,6 +17,7 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=4".strip()
 
 import jax  # noqa: E402  the environment above is read on import
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -23,3 +27,15 @@ atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 jax.config.update("jax_compilation_cache_dir", _CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+_MAPS = Path("/proc/self/maps")
+_MANY = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps() -> Iterator[None]:
+    """Compiled programs hold memory maps, of which Linux grants a process 65,530: then it aborts."""
+    yield
+    if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY:
+        jax.clear_caches()
+        gc.collect()
