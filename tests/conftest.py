@@ -34,7 +34,7 @@ _MANY = 20_000
 
 @pytest.fixture(autouse=True, scope="module")
 def few_memory_maps() -> Iterator[None]:
-    """Compiled programs hold memory maps, of which Linux grants a process 65,530: then it aborts."""
+    """Compiled programs hold memory maps; a process dies of more than Linux grants it, 65,530."""
     yield
     if _MAPS.exists() and len(_MAPS.read_bytes().splitlines()) > _MANY:
         jax.clear_caches()
