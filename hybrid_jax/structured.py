@@ -184,7 +184,7 @@ class GrammarCompiler:
         """The vocabulary as llguidance wants it, and the bits of the tokens that end."""
         try:
             from llguidance.hf import from_tokenizer
-        except ImportError:
+        except ModuleNotFoundError:  # an extra: said to whoever asks for structured output
             raise InvalidRequest(
                 "structured output needs llguidance; install hybrid-jax[structured]"
             ) from None

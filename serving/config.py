@@ -108,6 +108,9 @@ class ServerConfig(_EngineSettings):
         for name in ("max_body_bytes", "max_n", "max_prompts", "max_stop"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("http_port", "grpc_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65_535:
+                raise ValueError(f"{name} must be from 0 to 65535, got {getattr(self, name)}")
         if self.drain_seconds < 0 or self.stall_seconds <= 0:
             raise ValueError("drain_seconds must not be negative, stall_seconds must be positive")
         self.engine_options()

@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from hybrid_jax.errors import EngineDead, HybridJaxError, InvalidRequest, QueueFull
+from hybrid_jax.errors import (
+    EngineDead,
+    GrammarError,
+    HybridJaxError,
+    InvalidRequest,
+    NothingToSample,
+    QueueFull,
+)
 
 
 class ServingError(HybridJaxError):
@@ -36,11 +43,14 @@ class ErrorKind:
     retry_after: int | None = None  # seconds
 
 
+INVALID = ErrorKind(400, "invalid_request_error", "invalid_value", "INVALID_ARGUMENT")
 INTERNAL = ErrorKind(500, "server_error", "internal_error", "INTERNAL")
 
 # The first class that an error is an instance of decides; everything else is INTERNAL.
 ERROR_KINDS: dict[type[Exception], ErrorKind] = {
-    InvalidRequest: ErrorKind(400, "invalid_request_error", "invalid_value", "INVALID_ARGUMENT"),
+    InvalidRequest: INVALID,
+    NothingToSample: INVALID,  # as is a grammar that leads nowhere: seen only on the way
+    GrammarError: INVALID,
     Unauthorized: ErrorKind(401, "authentication_error", "invalid_api_key", "UNAUTHENTICATED"),
     NotFound: ErrorKind(404, "invalid_request_error", "not_found", "NOT_FOUND"),
     RequestTooLarge: ErrorKind(

@@ -42,6 +42,7 @@ class ServerInfo:
     max_model_len: int
     layers: list[LayerInfo]
     versions: dict[str, str]
+    platform: str
     devices: list[str]
     engine: dict[str, Any]  # the resolved EngineConfig
     running: int
@@ -63,11 +64,12 @@ def server_info(engine: AsyncEngine, model_name: str) -> ServerInfo:
         max_model_len=config.max_model_len,
         layers=[LayerInfo(*describe_layer(layer)) for layer in model.layers],
         versions={
-            "hybrid-jax": hybrid_jax.__version__,
+            "hybrid_jax": hybrid_jax.__version__,
             "jax": jax.__version__,
             "python": platform.python_version(),
         },
-        devices=[f"{device.platform}: {device.device_kind}" for device in jax.devices()],
+        platform=jax.default_backend(),
+        devices=[device.device_kind for device in jax.devices()],
         engine=asdict(config),
         running=stats.running,
         waiting=stats.waiting,

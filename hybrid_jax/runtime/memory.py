@@ -17,6 +17,7 @@ import numpy as np
 from hybrid_jax.cache.arrays import LayerCache
 from hybrid_jax.runtime.batch import Carry
 from hybrid_jax.specs import CacheGroup, StateSpec
+from pallas_kernels import registry, rows
 from pallas_kernels.storage import decode, encode
 
 BLOCK = 16  # ids per call
@@ -30,7 +31,8 @@ class CarryMemory:
         self._groups = groups
         caches = [self._of_group(carry, g) for g in range(len(groups))]
         jit = partial(_jit, sharded=sharded)
-        self._copy = [jit(_copy, like=group) for group in caches]
+        copy = partial(_copy, sharded=sharded)
+        self._copy = [jit(copy, like=group) for group in caches]
         self._fill = [jit(_fill, like=group) for group in caches]
         self._write = [jit(_write, like=group) for group in caches]
         self._read = jax.jit(_read)
@@ -112,8 +114,9 @@ class CarryMemory:
         return replace(carry, caches=tuple(everything))
 
 
-def _copy(caches: Caches, source: jax.Array, target: jax.Array) -> Caches:
-    return jax.tree.map(lambda array: array.at[target].set(array[source]), caches)
+def _copy(caches: Caches, source: jax.Array, target: jax.Array, *, sharded: bool) -> Caches:
+    with registry.partitioned(sharded):
+        return jax.tree.map(lambda array: rows.copy_rows(array, source, target), caches)
 
 
 def _fill(caches: Caches, ids: jax.Array, value: jax.Array) -> Caches:

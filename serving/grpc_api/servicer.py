@@ -1,16 +1,13 @@
 """The methods of `hybrid_jax.v1.InferenceService`; `inference.proto` says what they promise."""
 
-import platform
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
+from dataclasses import asdict
 
 import grpc
-import jax
 
-import hybrid_jax
 from hybrid_jax.engine.types import Request
 from hybrid_jax.errors import InvalidRequest
-from hybrid_jax.inspection import describe_layer
 from hybrid_jax.llm import RequestOutput
 from serving.async_engine import TokenStream
 from serving.context import ServerContext, new_id
@@ -23,6 +20,7 @@ from serving.grpc_api.messages import (
     sampling_params,
 )
 from serving.grpc_api.status import Aborted, reported
+from serving.server_info import server_info
 
 Context = grpc.aio.ServicerContext
 
@@ -99,17 +97,13 @@ class Servicer(InferenceServiceServicer):
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
         """Layers and limits."""
-        config, model = self._engine.config, self._engine.model_config
-        tokenizer = self._engine.tokenizer
-        layers = [
-            pb.Layer(kind=kind, mixer=mixer, feed_forward=feed_forward)
-            for kind, mixer, feed_forward in map(describe_layer, model.layers)
-        ]
+        config, tokenizer = self._engine.config, self._engine.tokenizer
+        info = server_info(self._engine, self._server.model_name)
         return pb.GetModelInfoResponse(
-            name=self._server.model_name,
-            model_type=model.model_type,
-            vocab_size=model.vocab_size,
-            layers=layers,
+            name=info.model,
+            model_type=info.model_type,
+            vocab_size=info.vocab_size,
+            layers=[pb.Layer(**asdict(layer)) for layer in info.layers],
             limits=pb.Limits(
                 max_model_len=config.max_model_len,
                 max_num_seqs=config.max_num_seqs,
@@ -125,19 +119,14 @@ class Servicer(InferenceServiceServicer):
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         """Versions, devices, buckets and the kernel table."""
-        config = self._engine.config
-        versions = {
-            "hybrid_jax": hybrid_jax.__version__,
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-        }
+        info = server_info(self._engine, self._server.model_name)
         return pb.GetServerInfoResponse(
-            versions=versions,
-            platform=jax.default_backend(),
-            devices=[device.device_kind for device in jax.local_devices()],
-            row_buckets=config.row_buckets,
-            token_buckets=config.token_buckets,
-            compiled_steps=self._engine.stats().compiles,
+            versions=info.versions,
+            platform=info.platform,
+            devices=info.devices,
+            row_buckets=self._engine.config.row_buckets,
+            token_buckets=self._engine.config.token_buckets,
+            compiled_steps=info.compiles,
             kernels=[
                 pb.KernelChoice(
                     op=choice.op,
@@ -149,7 +138,7 @@ class Servicer(InferenceServiceServicer):
                         pb.Refusal(implementation=i, reason=r) for i, r in choice.refused.items()
                     ],
                 )
-                for choice in hybrid_jax.kernel_report()
+                for choice in info.kernels
             ],
         )
 
@@ -157,22 +146,12 @@ class Servicer(InferenceServiceServicer):
         self, request: pb.GetMemoryRequest, context: Context
     ) -> pb.GetMemoryResponse:
         """A snapshot of sequences and caches."""
-        stats = self._engine.stats()
+        info = server_info(self._engine, self._server.model_name)
         return pb.GetMemoryResponse(
-            running=stats.running,
-            waiting=stats.waiting,
-            preemptions=stats.preemptions,
-            caches=[
-                pb.CacheClass(
-                    name=group.name,
-                    total=group.total,
-                    used=group.used,
-                    cached=group.cached,
-                    peak=group.peak,
-                    fragmentation=group.fragmentation,
-                )
-                for group in stats.caches
-            ],
+            running=info.running,
+            waiting=info.waiting,
+            preemptions=info.preemptions,
+            caches=[pb.CacheClass(**asdict(cache)) for cache in info.caches],
         )
 
     async def _start(self, request: pb.GenerateRequest, *, whole: bool) -> TokenStream:

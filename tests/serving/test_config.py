@@ -49,6 +49,8 @@ def test_every_field_of_the_engines_config_is_a_setting() -> None:
         ({"dtype": "int3"}, "", "dtype: .*'int3'"),
         ({"tls_cert_file": "a"}, "", "tls_key_file"),
         ({"stall_seconds": 0}, "", "stall_seconds must be positive"),
+        ({"http_port": 99_999_999}, "", "http_port must be from 0 to 65535, got 99999999"),
+        ({"grpc_port": -1}, "", "grpc_port must be from 0 to 65535, got -1"),
     ],
 )
 def test_a_mistake_is_one_sentence(
