@@ -233,6 +233,9 @@ def test_an_error_of_the_engine_is_the_clients_answer(loop_thread: LoopThread) -
         release()
         error = error_of(post(server, {"prompt": [3], "max_tokens": 4}), 500)
         assert error["type"] == "server_error" and "out of memory" in error["message"]
+        runner.unusable_uids.add(2)
+        error = error_of(post(server, {"prompt": [3], "max_tokens": 4}), 400)
+        assert "no token is left to sample" in error["message"]
         runner.read_error = MemoryError("again")
         stream = post(server, {"prompt": [3], "max_tokens": 4, "stream": True})
         assert stream.status_code == 200 and stream.text.endswith("data: [DONE]\n\n")
