@@ -191,7 +191,7 @@ def test_the_async_client_does_the_same(client: Client, serve: Callable[..., Grp
     asyncio.run(test())
 
 
-def test_it_describes_model_server_and_memory(client: Client) -> None:
+def test_it_describes_model_server_and_memory(client: Client, bundled: Bundled) -> None:
     model = client.model_info()
     kinds = ["linear", "window", "linear", "full", "window"]
     assert (model.name, model.model_type, model.vocab_size) == (MODEL, "lara_mini", 2048)
@@ -200,7 +200,9 @@ def test_it_describes_model_server_and_memory(client: Client) -> None:
     assert model.has_tokenizer and model.has_chat_template
     info = client.server_info()
     assert list(info.row_buckets) == [8] and list(info.token_buckets) == [64]
-    assert info.compiled_steps == 2 and "jax" in info.versions
+    # Not a literal: tests that drop compiled programs make the session's engine trace again.
+    assert info.compiled_steps == bundled[1].stats().compiles >= 2
+    assert "jax" in info.versions
     kernels = {kernel.op: kernel for kernel in info.kernels}
     assert {"paged_attention", "gated_delta_rule", "causal_conv1d"} <= kernels.keys()
     kernel = kernels["paged_attention"]
