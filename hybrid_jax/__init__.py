@@ -5,6 +5,7 @@ from hybrid_jax.config import EngineConfig as EngineConfig
 from hybrid_jax.config import ModelConfig as ModelConfig
 from hybrid_jax.generate import generate as generate
 from hybrid_jax.inspection import kernel_report as kernel_report
+from hybrid_jax.inspection import plan_kernels as plan_kernels
 from hybrid_jax.llm import LLM as LLM
 from hybrid_jax.loading import LoadedModel as LoadedModel
 from hybrid_jax.loading import load_model as load_model

@@ -1,16 +1,24 @@
 """For a human to check: a checkpoint's layers, parameters and cache bytes; which kernels run."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from jax.sharding import AbstractMesh
+
+from hybrid_jax.cache.chips import Chip, this_chip
 from hybrid_jax.cache.plan import CacheLine, describe, model_groups
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.fields import choice
-from hybrid_jax.loading import DTYPES, load_config, verify_layer_map
+from hybrid_jax.loading import DTYPES, config_dtype, load_config, verify_layer_map
+from hybrid_jax.memory.plan import plan_memory
 from hybrid_jax.models.decoder import abstract_params
+from hybrid_jax.runtime.abstract_step import abstract_step
+from hybrid_jax.runtime.batch import StepKind
+from hybrid_jax.runtime.mesh import AXIS, Partitioner
 from hybrid_jax.specs import AttentionSpec, LayerSpec, MoESpec
-from pallas_kernels import registry
+from pallas_kernels import platform, registry
 
 
 @dataclass(frozen=True)
@@ -90,16 +98,68 @@ class KernelChoice:
 
 def kernel_report() -> tuple[KernelChoice, ...]:
     """Every distinct choice of an implementation since the process began, oldest first."""
-    return tuple(
-        KernelChoice(
-            choice.op,
-            choice.implementation,
-            choice.forced,
-            choice.facts.device_kind,
-            {name: _operand(value) for name, value in choice.facts.items},
-            dict(choice.refused),
-        )
-        for choice in registry.report()
+    return tuple(_describe(choice) for choice in registry.report())
+
+
+@dataclass(frozen=True)
+class PlannedKernel:
+    """What would run one op of a model's steps, and in how many layers."""
+
+    phase: str  # decode: one token for each of max_num_seqs rows; mixed: max_num_batched_tokens
+    layers: int
+    choice: KernelChoice
+
+
+def plan_kernels(
+    path: str | Path, config: EngineConfig, *, chip: Chip | None = None, dtype: str = "auto"
+) -> tuple[PlannedKernel, ...]:
+    """What would run each op of a model on a chip that need not be here.
+
+    Traces the largest steps; nothing is compiled and no weights are read.
+
+    Args:
+        path: a model directory, GGUF file or config.json.
+        config: not resolved; its implementations are forced.
+        chip: None: the device at hand.
+        dtype: of weights and activations; auto: the checkpoint's.
+
+    Raises:
+        ModelError: the path is no supported model.
+        ValueError: as `plan_memory`, or a forced implementation cannot run.
+    """
+    model, raw = load_config(path)
+    target = chip or this_chip()
+    plan = plan_memory(
+        model, config, config_dtype(dtype, raw), chip=chip, temporaries_from="estimate"
+    )
+    mesh = AbstractMesh((plan.config.tensor_parallel_size,), (AXIS,))
+    caches, planned = plan.caches, []
+    for kind in StepKind:
+        with platform.target(target.platform, target.kind), registry.recording() as choices:
+            abstract_step(
+                model,
+                plan.config,
+                plan.dtype,
+                caches.groups,
+                caches.sizes,
+                kind,
+                Partitioner(model, mesh),
+            ).trace()
+        counts = Counter(choices)
+        planned += [
+            PlannedKernel(kind.value, count, _describe(choice)) for choice, count in counts.items()
+        ]
+    return tuple(planned)
+
+
+def _describe(choice: registry.Selection) -> KernelChoice:
+    return KernelChoice(
+        choice.op,
+        choice.implementation,
+        choice.forced,
+        choice.facts.device_kind,
+        {name: _operand(value) for name, value in choice.facts.items},
+        dict(choice.refused),
     )
 
 

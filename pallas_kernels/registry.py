@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _partitioned: ContextVar[bool] = ContextVar("partitioned", default=False)
 _forced: ContextVar[Mapping[str, str]] = ContextVar("forced", default=MappingProxyType({}))
+_recorder: ContextVar["list[Selection] | None"] = ContextVar("recorder", default=None)
 
 
 class ArrayFacts(NamedTuple):
@@ -136,6 +137,10 @@ class Registry:
         return tuple(self._selections)
 
     def _record(self, selection: Selection) -> None:
+        recorder = _recorder.get()
+        if recorder is not None:
+            recorder.append(selection)
+            return
         if selection in self._selections:
             return
         self._selections[selection] = None
@@ -174,6 +179,17 @@ def forcing(choices: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+@contextmanager
+def recording() -> Iterator[list[Selection]]:
+    """Collects every choice made within, repeated ones too, and keeps them out of `report`."""
+    choices: list[Selection] = []
+    token = _recorder.set(choices)
+    try:
+        yield choices
+    finally:
+        _recorder.reset(token)
 
 
 def forced(op: str) -> str | None:

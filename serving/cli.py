@@ -159,6 +159,7 @@ def convert(
 
 
 app.command()(commands_plan.plan)
+app.command()(commands_plan.kernels)
 app.add_typer(commands_plan.check, name="check")
 
 

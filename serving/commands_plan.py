@@ -1,6 +1,7 @@
-"""`hybrid-jax plan` and `hybrid-jax check`: what a model takes, and whether it can be trusted."""
+"""`hybrid-jax plan`, `kernels` and `check`: what a model takes, what runs it, can it be trusted."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_jax.cache.chips import CHIPS
+from serving.op_choices import parse_choices
 
 if TYPE_CHECKING:
     from hybrid_jax.memory.plan import MemoryPlan
@@ -97,6 +99,68 @@ def _print_plan(plan: "MemoryPlan", snapshot: "MemorySnapshot | None", as_json: 
     else:
         console.print(tables.comparison_table(plan, snapshot))
         console.print(tables.pools_table(snapshot))
+
+
+def kernels(
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="Model directory, .gguf file or config.json; default: bundled."),
+    ] = None,
+    chip: Annotated[
+        str, typer.Option(help=f"cpu, {', '.join(CHIPS)}. Default: the device here.")
+    ] = "",
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens of a page.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "auto",
+    tp: Annotated[int | None, typer.Option(help="Devices to cut the model over.")] = None,
+    implementation: Annotated[
+        list[str] | None,
+        typer.Option(help="op=name: what must run an op, such as paged_attention=reference."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Show which implementation runs each op of a model on a chip, and why no better one does."""
+    from hybrid_jax import EngineConfig, plan_kernels
+    from hybrid_jax.bundled import bundled_model
+    from hybrid_jax.cache.chips import find_chip
+
+    given = {
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": max_model_len,
+        "page_size": page_size,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "tensor_parallel_size": tp,
+        "implementations": parse_choices(implementation or []),
+    }
+    config = EngineConfig(**{name: value for name, value in given.items() if value is not None})
+    target = find_chip(chip)
+    planned = plan_kernels(
+        path or bundled_model(), config, chip=target if chip else None, dtype=dtype
+    )
+    if as_json:
+        typer.echo(json.dumps([asdict(kernel) for kernel in planned], indent=2))
+        return
+    table = Table(
+        "phase", "op", "layers", "operands", "implementation", "refused", title=target.name
+    )
+    for kernel in planned:
+        choice = kernel.choice
+        table.add_row(
+            kernel.phase,
+            choice.op,
+            str(kernel.layers),
+            "\n".join(
+                f"{name} {value}"
+                for name, value in choice.operands.items()
+                if value not in ("False", "None")  # options that are off
+            ),
+            f"{choice.implementation}{' (forced)' if choice.forced else ''}",
+            "\n".join(f"{name}: {reason}" for name, reason in choice.refused.items()),
+        )
+        table.add_section()
+    _console().print(table)
 
 
 @check.command()

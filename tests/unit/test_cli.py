@@ -126,6 +126,38 @@ def test_plan_needs_a_config_alone(run: Run, model: Path, tmp_path: Path) -> Non
     assert bfloat16["total"] < report["total"]
 
 
+def test_kernels_says_what_would_run_where_and_why(run: Run, model: Path) -> None:
+    options = ("--max-num-seqs", 2, "--max-num-batched-tokens", 32)
+    tpu = json.loads(run("kernels", model / "config.json", "--chip", "v6e", *options, "--json")[1])
+    assert {(x["phase"], x["choice"]["op"]) for x in tpu} == {
+        (phase, op)
+        for phase in ("decode", "mixed")
+        for op in ("paged_attention", "gated_delta_rule", "causal_conv1d")
+    }
+    assert {x["choice"]["device_kind"] for x in tpu} == {"TPU v6 lite"}
+    layers = [x["layers"] for x in tpu if x["choice"]["op"] == "causal_conv1d"]
+    code, out, err = run("inspect", model)
+    assert f"{layers[0]} linear" in out and layers[0] == layers[1]
+    decode = next(x["choice"] for x in tpu if x["choice"]["op"] == "paged_attention")
+    assert decode["operands"]["table"].startswith("int32[2,")
+    assert "multiple of 128" in decode["refused"]["mosaic_tpu"]  # the model is too small for it
+
+    code, out, err = run("kernels", model, *options)  # the device at hand
+    assert code == 0 and err == "" and "mosaic_tpu:" in out and "causal_conv1d" in out
+    code, out, err = run(
+        "kernels",
+        model,
+        "--chip",
+        "v6e",
+        *options,
+        "--implementation",
+        "paged_attention=mosaic_tpu",
+    )
+    assert code == 2 and err.count("\n") == 1 and "paged_attention" in err and "128" in err
+    code, out, err = run("kernels", model, "--chip", "v9")
+    assert code == 2 and "chip 'v9' is not known" in err
+
+
 def test_plan_compares_with_a_snapshot(run: Run, model: Path, tmp_path: Path) -> None:
     """The snapshot's flags apply, unless others are given."""
     with LLM(model, max_num_seqs=3, max_model_len=64, page_size=8) as llm:

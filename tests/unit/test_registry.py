@@ -15,6 +15,7 @@ from pallas_kernels.registry import (
     forcing,
     never,
     partitioned,
+    recording,
 )
 
 
@@ -136,3 +137,15 @@ def test_forcing_names_an_op_that_exists_and_is_undone() -> None:
     assert forced(api.OP) is None
     with pytest.raises(ValueError, match="unknown op 'other'; known: .*causal_conv1d"):
         forcing({"other": "some"}).__enter__()
+
+
+def test_recording_counts_choices_and_keeps_them_out_of_the_report(registry: Registry) -> None:
+    registry.select("op", facts(8))
+    with recording() as choices:
+        for width in (9, 9, 8):
+            registry.select("op", facts(width))
+    assert [choice.implementation for choice in choices] == ["reference", "reference", "fast"]
+    assert choices[0] == choices[1] and choices[0].refused == (("fast", "x is wider than 8"),)
+    assert [choice.facts for choice in registry.report()] == [facts(8)]
+    registry.select("op", facts(9))
+    assert len(registry.report()) == 2
