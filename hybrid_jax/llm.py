@@ -64,6 +64,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     usage: Usage | None = None  # set once all completions have ended
+    # One per prompt token, None for the first; if asked for.
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @classmethod
     def empty(cls, request: Request) -> "RequestOutput":
@@ -86,6 +88,8 @@ class RequestOutput:
         output.stop_reason = event.stop_reason
         output.error = event.error
         output.cache = event.cache
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = list(event.prompt_logprobs)
         self.usage = event.usage
         self.kept = event.kept or self.kept
 

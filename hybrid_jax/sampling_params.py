@@ -72,6 +72,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: of the sampled token; k: and of the top k
+    prompt_logprobs: int | None = None  # likewise for the prompt's tokens, which are all computed
     logit_bias: Mapping[int, float] = field(default_factory=FrozenBias)
     logits_processors: tuple[str, ...] | list[str] = ()  # names registered with the engine
     structured: StructuredOutput | None = None  # what the text must look like; None: anything
@@ -152,6 +153,7 @@ _CHECKS: dict[str, Check] = {
     "stop_token_ids": tuple_of(_token, most=MAX_STOP_TOKEN_IDS),
     "ignore_eos": boolean,
     "logprobs": or_none(integer(0, INT32_MAX, "use None for no log probabilities")),
+    "prompt_logprobs": or_none(integer(0, INT32_MAX, "use None for no log probabilities")),
     "logit_bias": _logit_bias,
     "logits_processors": tuple_of(_processor_name, most=MAX_LOGITS_PROCESSORS),
     "structured": or_none(_structured),

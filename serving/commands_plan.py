@@ -13,6 +13,7 @@ from hybrid_jax.cache.chips import CHIPS
 from serving.op_choices import parse_choices
 
 if TYPE_CHECKING:
+    from hybrid_jax.inspection import PlannedKernel
     from hybrid_jax.memory.plan import MemoryPlan
     from hybrid_jax.memory.snapshot import MemorySnapshot
 
@@ -142,9 +143,11 @@ def kernels(
     if as_json:
         typer.echo(json.dumps([asdict(kernel) for kernel in planned], indent=2))
         return
-    table = Table(
-        "phase", "op", "layers", "operands", "implementation", "refused", title=target.name
-    )
+    _console().print(_kernel_table(planned, target.name))
+
+
+def _kernel_table(planned: "tuple[PlannedKernel, ...]", chip: str) -> Table:
+    table = Table("phase", "op", "layers", "operands", "implementation", "refused", title=chip)
     for kernel in planned:
         choice = kernel.choice
         table.add_row(
@@ -160,7 +163,7 @@ def kernels(
             "\n".join(f"{name}: {reason}" for name, reason in choice.refused.items()),
         )
         table.add_section()
-    _console().print(table)
+    return table
 
 
 @check.command()

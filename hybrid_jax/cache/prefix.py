@@ -16,6 +16,7 @@ HitLimit = Literal[
     "no_state_checkpoint",  # the pages of more tokens are there, but no state row
     "window_evicted",  # the pages of more tokens are there, but not those of a window before them
     "no_free_slot",  # the state row was there, but no second one to write to
+    "prompt_logprobs",  # they were asked for, and what is cached has none
     "disabled",  # prefix_cache is off
 ]
 

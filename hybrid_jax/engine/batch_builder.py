@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from hybrid_jax.cache.arrays import StateSlots
 from hybrid_jax.engine.cache_manager import CacheManager
+from hybrid_jax.engine.in_flight import prompt_spans
 from hybrid_jax.engine.scheduler import Schedule
 from hybrid_jax.engine.types import Sequence
 from hybrid_jax.errors import IntegrityError
@@ -83,7 +84,8 @@ class BatchBuilder:
             "counts": np.array((num_decode, num_rows), np.int32),
             "tables": tables,
         }
-        return StepBatch(**arrays, kind=kind, masks=self._masks(sequences, size))
+        masks, targets = self._masks(sequences, size), self._targets(sequences, width)
+        return StepBatch(**arrays, kind=kind, masks=masks, targets=targets)
 
     def padding_batches(self) -> Iterator[StepBatch]:
         """One batch without rows per bucket: what a runner warms up with."""
@@ -116,6 +118,17 @@ class BatchBuilder:
             positions[at : at + n] = np.arange(start, start + n, dtype=np.int32)
             at += n
         return token_ids, positions
+
+    @staticmethod
+    def _targets(sequences: list[Sequence], width: int) -> Any:
+        """The prompt tokens whose log probabilities are asked for, i32[T]; None when none are."""
+        spans = prompt_spans(sequences)
+        if not spans:
+            return None
+        targets = np.full(width, -1, np.int32)
+        for span in spans:
+            targets[span.start : span.start + len(span.targets)] = span.targets
+        return targets
 
     def _tables(self, row_ids: IntArray) -> tuple[Any, ...]:
         """One table per cache group; padding rows gather the null row of every table."""

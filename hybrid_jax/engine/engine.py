@@ -5,14 +5,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from hybrid_jax.cache.prefix import Prefix
 from hybrid_jax.engine.accounting import take_snapshot
 from hybrid_jax.engine.batch_builder import BatchBuilder
 from hybrid_jax.engine.cache_manager import CacheManager
+from hybrid_jax.engine.in_flight import InFlight, prompt_spans
 from hybrid_jax.engine.integrity import check_integrity
 from hybrid_jax.engine.kept import KeptPrefixes
 from hybrid_jax.engine.outputs import OutputProcessor
@@ -45,9 +43,6 @@ from hybrid_jax.memory.snapshot import MemorySnapshot
 from hybrid_jax.sampling_params import SamplingParams
 from hybrid_jax.structured import GrammarCompiler, TokenMatcher
 
-if TYPE_CHECKING:
-    from hybrid_jax.runtime.batch import StepOutput
-
 logger = logging.getLogger(__name__)
 
 
@@ -63,20 +58,6 @@ class _Abort:
     """An abort, in the inbox. Names sequences, not an id: the id may be in use again by then."""
 
     sequences: list[Sequence]
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A launched step: per row in batch order its sequence, the tokens it has after the step, and
-    whether it samples one."""
-
-    rows: list[tuple[Sequence, int, bool]]
-    output: "StepOutput"
-
-    @property
-    def constrains(self) -> bool:
-        """Whether its tokens decide what a row of the next step may sample."""
-        return any(samples and sequence.matcher is not None for sequence, _, samples in self.rows)
 
 
 class Engine:
@@ -124,7 +105,7 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}  # not ended yet
         self._inbox: deque[_Arrival | _Abort] = deque()
         self._num_arrivals = 0
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
         self._events: list[TokenEvent] = []
         self._num_steps = 0
         self._clock = StepClock()
@@ -265,7 +246,7 @@ class Engine:
         self.drain_inbox()
         self._in_flight = None
 
-    def _launch(self) -> _InFlight | None:
+    def _launch(self) -> InFlight | None:
         plan = self._scheduler.schedule()
         if not plan.num_tokens:
             if self._in_flight is None:
@@ -278,28 +259,28 @@ class Engine:
             self._fail_step(plan.sequences, error)
             return None
         self._num_steps += 1
-        return _InFlight([_advance(self._cache, sequence) for sequence in plan.sequences], output)
+        spans = prompt_spans(plan.sequences)
+        return InFlight([_advance(self._cache, s) for s in plan.sequences], spans, output)
 
-    def _finish(self, step: _InFlight) -> None:
+    def _finish(self, step: InFlight) -> None:
         try:
-            tokens, finite, usable, owner_ok = _read(step.output)
-            logprobs = _read_logprobs(step)
+            results = step.read()
         except Exception as error:
             self._fail_step([sequence for sequence, *_ in step.rows], error)
             return
         self._clock.lap("wait")
-        for row, (sequence, num_tokens, samples) in enumerate(step.rows):
+        for (sequence, num_tokens, samples), result in zip(step.rows, results, strict=True):
             if sequence.state is SequenceState.FINISHED:
                 continue  # ended while this step was in flight: its token is dropped
             sequence.num_inflight -= samples
-            if not owner_ok[row]:
+            if not result.owner_ok:
                 self._quarantine(sequence, _owner_mismatch(sequence))
-            elif samples and not finite[row]:
+            elif samples and not result.finite:
                 self._quarantine(sequence, _non_finite(sequence))
             else:
-                self._cache.commit(sequence, num_tokens, good=finite[row])
-                if samples and usable[row]:
-                    self._append(sequence, tokens[row], logprobs[row] if logprobs else None)
+                self._cache.commit(sequence, num_tokens, good=result.finite)
+                if samples and result.usable:
+                    self._append(sequence, result.token, result.logprob)
                 elif samples:  # its memory is good, so it is released like any other
                     event = self._outputs.fail(sequence, _nothing_to_sample(sequence))
                     self._end(sequence, ReleaseReason.FINISH, event)
@@ -403,6 +384,10 @@ def _make_sequences(
 ) -> list[Sequence]:
     """One waiting sequence per completion, with consecutive seeds."""
     seed = _seed(request.params, engine_seed, first_arrival)
+    # One list for all completions; the first token has nothing before it that predicts it.
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    if request.params.prompt_logprobs is not None:
+        prompt_logprobs = [None]
     return [
         Sequence(
             request=request,
@@ -413,6 +398,7 @@ def _make_sequences(
             max_tokens=max_tokens,
             token_ids=list(request.prompt_token_ids),
             matcher=make_matcher(request.params),
+            prompt_logprobs=prompt_logprobs,
         )
         for index in range(request.params.n)
     ]
@@ -424,37 +410,6 @@ def _seed(params: SamplingParams, engine_seed: int, arrival: int) -> int:
         return int(params.seed)
     mixed = (engine_seed * 0x9E3779B97F4A7C15 + arrival * 0xBF58476D1CE4E5B9) % 2**64
     return (mixed ^ (mixed >> 29)) * 0x94D049BB133111EB % 2**64 >> 32
-
-
-def _read(output: "StepOutput") -> tuple[list[int], list[bool], list[bool], list[bool]]:
-    """Tokens, `finite`, `usable` and `owner_ok` per row. Waits for the step."""
-    return (
-        np.asarray(output.tokens).tolist(),
-        np.asarray(output.finite).tolist(),
-        np.asarray(output.usable).tolist(),
-        np.asarray(output.owner_ok).tolist(),
-    )
-
-
-def _read_logprobs(step: _InFlight) -> list[TokenLogprob | None]:
-    """Per row, if it asked; empty when no row did. Waits for the step."""
-    wanted = [s.request.params.logprobs if samples else None for s, _, samples in step.rows]
-    if all(count is None for count in wanted):
-        return []
-    output = step.output
-    tokens: list[int] = np.asarray(output.tokens).tolist()
-    chosen: list[float] = np.asarray(output.logprob).tolist()
-    ids: list[list[int]] = np.asarray(output.top_ids).tolist()
-    values: list[list[float]] = np.asarray(output.top_logprobs).tolist()
-    result: list[TokenLogprob | None] = []
-    for row, count in enumerate(wanted):
-        if count is None:
-            result.append(None)
-            continue
-        pairs = zip(ids[row][:count], values[row][:count], strict=True)
-        top = {token: value for token, value in pairs if token >= 0}
-        result.append(TokenLogprob(tokens[row], chosen[row], top))
-    return result
 
 
 def _step_failed(cause: Exception) -> StepFailed:

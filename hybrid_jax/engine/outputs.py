@@ -1,5 +1,6 @@
 """From sampled tokens to events: stop conditions, text, and the one final event per request."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -13,11 +14,13 @@ from hybrid_jax.engine.types import (
     TokenLogprob,
     Usage,
 )
+from hybrid_jax.errors import NonFiniteLogits
 
 
 @dataclass
 class _OpenRequest:
     streams: dict[int, TextStream | None] = field(default_factory=dict)  # open completions by index
+    tells_prompt: bool = False  # the next token brings the log probabilities of the prompt
     completion_tokens: int = 0
     cached_tokens: int = 0
 
@@ -36,7 +39,8 @@ class OutputProcessor:
     def open(self, request: Request) -> None:
         """Expects `request.params.n` completions of a request."""
         streams = {index: self._stream(request) for index in range(request.params.n)}
-        self._open[request.request_id] = _OpenRequest(streams)
+        asks = request.params.prompt_logprobs is not None
+        self._open[request.request_id] = _OpenRequest(streams, tells_prompt=asks)
 
     def is_open(self, request_id: str, index: int | None = None) -> bool:
         """Whether a request, or one completion of it, has not had its last event."""
@@ -92,9 +96,12 @@ class OutputProcessor:
         error: Exception | None = None,
     ) -> TokenEvent:
         request = sequence.request
-        usage, report = None, None
+        state = self._open[request.request_id]
+        usage, report, prompt = None, None, None
+        if token_ids and state.tells_prompt:
+            prompt = _prompt_logprobs(sequence)
+            state.tells_prompt = False
         if finish_reason is not None:
-            state = self._open[request.request_id]
             report = sequence.report if sequence.num_output_tokens else None
             if report is not None and sequence.index == 0:
                 state.cached_tokens = report.cached_tokens
@@ -116,6 +123,7 @@ class OutputProcessor:
             usage=usage,
             error=error,
             cache=report,
+            prompt_logprobs=prompt,
         )
 
     def _stream(self, request: Request) -> TextStream | None:
@@ -129,3 +137,17 @@ class OutputProcessor:
         )
         stops = StopStrings(tuple(params.stop), include=params.include_stop_str_in_output)
         return TextStream(detokenizer, stops)
+
+
+def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
+    """All of them; None if the completion that computes them failed. Raises NonFiniteLogits."""
+    known = sequence.prompt_logprobs
+    if known is None or len(known) < sequence.num_prompt_tokens:
+        return None
+    for position, entry in enumerate(known):
+        if entry is not None and not math.isfinite(entry.logprob):
+            raise NonFiniteLogits(
+                f"the logits of the prompt's token {position} are NaN or Inf; check the weights "
+                "and dtype, or leave prompt_logprobs out"
+            )
+    return tuple(known)

@@ -60,6 +60,8 @@ class PrefixCache:
         kept = sequence.request.prefix
         if kept in self.kept and prefix.length < kept.length < len(sequence.token_ids):
             prefix, reason, granularity = kept, "prompt_end", 1
+        if sequence.needs_prompt_logprobs:
+            prefix, reason = self.nothing, "prompt_logprobs"
         sequence.prefix = prefix
         sequence.stops = self.grid.stops(sequence, match.shared)
         if not sequence.num_preemptions:

@@ -176,6 +176,8 @@ class Scheduler:
         that one keep its state where the two diverge.
         """
         assert sequence.prefix is not None
+        if sequence.needs_prompt_logprobs:
+            return False  # it reads no cache
         known = sequence.prefix.length
         for other in self.running.values():
             if other.request is sequence.request and _before_fork(other):

@@ -134,11 +134,19 @@ class Sequence:
     checkpoints: deque[Checkpoint] = field(default_factory=deque)  # not committed yet
     decode_checkpoint: Node | None = None  # the last one made while decoding
     report: CacheReport | None = None  # of its first admission
+    # One entry per prompt token known so far, shared by a request's completions; None: not asked.
+    prompt_logprobs: "list[TokenLogprob | None] | None" = None
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt_token_ids)
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether it computes log probabilities of its prompt, which cached tokens have none of."""
+        known = self.prompt_logprobs
+        return self.index == 0 and known is not None and len(known) < self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -169,7 +177,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probability of one output token, and of the most likely ones in its place."""
+    """Log probability of one token, and of the most likely ones in its place."""
 
     token_id: int
     logprob: float
@@ -204,6 +212,9 @@ class TokenEvent:
     error: Exception | None = None  # set when finish_reason is "error"
     kept: Prefix | None = None  # on the final event, if the request asked for it and finished
     cache: CacheReport | None = None  # on a completion's last event, if its prompt was computed
+    # On the request's first event with a token, if asked for: one per prompt token, None for the
+    # first.
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @property
     def final(self) -> bool:

@@ -91,11 +91,13 @@ class RequestValidator:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.logprobs is not None and params.logprobs > self._config.max_logprobs:
-            raise InvalidRequest(
-                f"logprobs is {params.logprobs} but max_logprobs is {self._config.max_logprobs}; "
-                "ask for fewer or raise max_logprobs"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            count, most = getattr(params, name), self._config.max_logprobs
+            if count is not None and count > most:
+                raise InvalidRequest(
+                    f"{name} is {count} but max_logprobs is {most}; ask for fewer or raise "
+                    "max_logprobs"
+                )
         if len(params.logit_bias) > self._config.max_logit_bias:
             raise InvalidRequest(
                 f"logit_bias has {len(params.logit_bias)} entries but max_logit_bias is "

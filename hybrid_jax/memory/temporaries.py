@@ -17,6 +17,7 @@ from hybrid_jax.cache.chips import Chip, this_chip
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.runtime.abstract_step import abstract_step
 from hybrid_jax.runtime.batch import StepKind
+from hybrid_jax.runtime.logprobs import PROMPT_BLOCK
 from hybrid_jax.runtime.mesh import AXIS, Partitioner
 from hybrid_jax.specs import CacheGroup, GatedDeltaSpec, MLPSpec
 from pallas_kernels import platform
@@ -46,7 +47,8 @@ def estimate(model: ModelConfig, config: EngineConfig) -> Temporaries:
         else:
             widths.append(2 * layer.mixer.num_heads * layer.mixer.head_dim)
     layers = MIXED_COPIES * config.token_buckets[-1] * max(widths) * 4
-    logits = LOGIT_COPIES * config.row_buckets[-1] * model.vocab_size * 4
+    rows = max(config.row_buckets[-1], min(PROMPT_BLOCK, config.token_buckets[-1]))
+    logits = LOGIT_COPIES * rows * model.vocab_size * 4
     return Temporaries((layers + logits) // config.tensor_parallel_size, "estimated")
 
 

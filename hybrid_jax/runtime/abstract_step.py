@@ -118,4 +118,6 @@ def _largest_batch(
         jax.ShapeDtypeStruct((rows,), jnp.bool_),  # type: ignore[arg-type]
         array(rows, -(-vocab_size // 32)),
     )
+    if kind is StepKind.MIXED:
+        arrays["targets"] = array(tokens)
     return StepBatch(**arrays, kind=kind)

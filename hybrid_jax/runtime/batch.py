@@ -10,6 +10,7 @@ from enum import Enum
 import jax
 
 from hybrid_jax.cache.arrays import LayerCache, StateSlots
+from hybrid_jax.runtime.logprobs import Logprobs
 from pallas_kernels.ragged import RaggedBatch
 
 
@@ -47,7 +48,10 @@ class StepBatch:
     counts: jax.Array  # i32[2] decode rows, all rows
     tables: tuple[jax.Array | StateSlots, ...]
     kind: StepKind = field(metadata={"static": True})
-    masks: TokenMasks | None = None  # None: any token; a trace of its own, see `Runner.step`
+    # None makes a trace of its own; `Runner.complete` says "nobody asks" with arrays instead.
+    masks: TokenMasks | None = None  # None: any token
+    targets: jax.Array | None = None  # i32[T] the prompt's next token after each, if its log
+    # probability is asked for, else -1; None: for none. Steps with prompts only.
 
     @property
     def ragged(self) -> RaggedBatch:
@@ -64,12 +68,11 @@ class StepOutput:
     an unfinished prefill chunk, everything but `owner_ok`."""
 
     tokens: jax.Array  # i32[S] sampled token per batch row
-    logprob: jax.Array  # f32[S] log probability of it; 0 when no row asked for log probabilities
-    top_ids: jax.Array  # i32[S, K] ids of the K most likely tokens; K = max_logprobs
-    top_logprobs: jax.Array  # f32[S, K]
+    logprobs: Logprobs  # of `tokens`, [S]; nothing when no row asked
     finite: jax.Array  # bool[S] the row's logits had no NaN or Inf
     usable: jax.Array  # bool[S] what its request asked for left a token to sample
     owner_ok: jax.Array  # bool[S] every state slot read belonged to the expected owner
+    prompt_logprobs: Logprobs | None  # of the batch's `targets`, [T]; None: the batch had none
 
 
 @jax.tree_util.register_dataclass

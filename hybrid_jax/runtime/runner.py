@@ -20,7 +20,7 @@ from hybrid_jax.memory import tables
 from hybrid_jax.memory.plan import MemoryPlan, plan_memory
 from hybrid_jax.memory.snapshot import LiveBytes
 from hybrid_jax.models.decoder import abstract_params
-from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput, TokenMasks
+from hybrid_jax.runtime.batch import Carry, StepBatch, StepKind, StepOutput, TokenMasks
 from hybrid_jax.runtime.memory import CarryMemory
 from hybrid_jax.runtime.mesh import Partitioner, make_mesh
 from hybrid_jax.runtime.processors import check_processors
@@ -72,11 +72,12 @@ class Runner:
             logger.info("tensor parallelism: %s", line)
         if self._config.compilation_cache:
             enable_compilation_cache()
+        self._replicated = self._partitioner.replicated if self._partitioner else None
         self.sampling_rows = SamplingRows(
             self._config.max_num_seqs,
             max_logit_bias=self._config.max_logit_bias,
             processors=tuple(processors),
-            sharding=self._partitioner.replicated if self._partitioner else None,
+            sharding=self._replicated,
         )
         layout = ParameterLayout.of(model.params)
         self._leaves = layout.pack(model.params)
@@ -90,6 +91,7 @@ class Runner:
             implementations=self._config.implementations,
         )
         self._no_masks = functools.cache(self._make_no_masks)
+        self._no_targets = functools.cache(self._make_no_targets)
         self._num_traces = 0
         self._fingerprint: str | None = None
         self._carry = self._fresh_carry()
@@ -149,15 +151,20 @@ class Runner:
         )
 
     def step(self, batch: StepBatch, sampling: SamplingTable) -> StepOutput:
-        """Launches one step and returns without waiting for its results.
+        """Launches one step and returns without waiting for its results."""
+        output, self._carry = self._step(self._leaves, self._carry, self.complete(batch), sampling)
+        return output
 
-        A batch without masks gets some that are on the device already, so that batches with and
-        without share one trace.
+    def complete(self, batch: StepBatch) -> StepBatch:
+        """The batch with what nobody asks for in it, as arrays that are on the device already.
+
+        So batches with and without masks or targets share one trace, and nothing is uploaded.
         """
         if batch.masks is None:
             batch = replace(batch, masks=self._no_masks(batch.seq_lens.shape[0]))
-        output, self._carry = self._step(self._leaves, self._carry, batch, sampling)
-        return output
+        if batch.targets is None and batch.kind is StepKind.MIXED:
+            batch = replace(batch, targets=self._no_targets(batch.token_ids.shape[0]))
+        return batch
 
     def copy(self, group: int, source: Sequence[int], target: Sequence[int]) -> None:
         """Copies pages of one cache group; steps launched from now on see it."""
@@ -217,15 +224,20 @@ class Runner:
             logger.info("compiled %d steps in %.1f s", self._num_traces, time.monotonic() - start)
         elif self._config.implementations:
             for batch in batches:
+                batch = self.complete(batch)
                 jax.eval_shape(self._traced, self._leaves, self._carry, batch, sampling)
 
     def _make_no_masks(self, rows: int) -> TokenMasks:
         """Masks that bar nothing, for so many rows."""
-        where = self._partitioner.replicated if self._partitioner else None
+        where = self._replicated
         shape = (rows, -(-self.model_config.vocab_size // 32))
         return TokenMasks(
             jnp.zeros(rows, jnp.bool_, device=where), jnp.zeros(shape, jnp.int32, device=where)
         )
+
+    def _make_no_targets(self, tokens: int) -> jax.Array:
+        """For so many tokens, that nobody asks for log probabilities of prompts."""
+        return jnp.full(tokens, -1, jnp.int32, device=self._replicated)
 
     def _fresh_carry(self) -> Carry:
         return init_carry(

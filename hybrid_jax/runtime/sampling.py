@@ -17,7 +17,7 @@ left by min-p and top-k is at least p, and always at least one token.
 
 What no row asks for is skipped at run time by `lax.cond`; a greedy batch costs one argmax.
 Dimension letters: S batch rows, R persistent rows, V vocabulary, L max_model_len, B bias entries,
-E stop tokens, A blocks, K reported log probabilities.
+E stop tokens, K reported log probabilities.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,17 +31,8 @@ import numpy as np
 from jax import lax
 
 from hybrid_jax.runtime.batch import TokenMasks
-from hybrid_jax.runtime.vocabulary import (
-    BLOCK,
-    CANDIDATE_BLOCK,
-    all_finite,
-    argmax,
-    blocks_of,
-    cutoff,
-    draw,
-    keep_allowed,
-    largest_blocks,
-)
+from hybrid_jax.runtime.logprobs import Logprobs, token_logprobs
+from hybrid_jax.runtime.vocabulary import all_finite, argmax, cutoff, draw, keep_allowed
 from hybrid_jax.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
 _MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 64  # the request's and the model's
@@ -65,9 +56,7 @@ class Sampled(NamedTuple):
     """The result of `sample`."""
 
     tokens: jax.Array  # i32[S]
-    logprob: jax.Array  # f32[S] of the sampled token; 0 when no row asked
-    top_ids: jax.Array  # i32[S, K] most likely first; -1 where the vocabulary has fewer
-    top_logprobs: jax.Array  # f32[S, K]
+    logprobs: Logprobs  # of `tokens`; nothing when no row asked
     finite: jax.Array  # bool[S] no NaN or Inf in the logits
     usable: jax.Array  # bool[S] what the request asked for left something to choose
 
@@ -271,12 +260,12 @@ def sample(
     tokens, usable = lax.cond(
         jnp.all(plain), lambda: (argmax(logits), jnp.ones_like(plain)), chosen
     )
-    logprob, top_ids, top_logprobs = lax.cond(
+    logprobs = lax.cond(
         jnp.any(rows.num_logprobs >= 0),
-        lambda: _in_groups(partial(_logprobs, count=max_logprobs), (logits, tokens), group),
-        lambda: _no_logprobs(logits.shape[0], max_logprobs),
+        lambda: _in_groups(partial(token_logprobs, count=max_logprobs), (logits, tokens), group),
+        lambda: Logprobs.none(logits.shape[0], max_logprobs),
     )
-    return Sampled(tokens, logprob, top_ids, top_logprobs, all_finite(logits), usable)
+    return Sampled(tokens, logprobs, all_finite(logits), usable)
 
 
 def _adjust_and_choose(
@@ -431,41 +420,3 @@ def _random(logits: jax.Array, rows: SamplingTable, seq_lens: jax.Array) -> jax.
 
     filters = (top_k > 0) | (top_p < 1.0) | (random & (rows.min_p > 0.0))
     return lax.cond(jnp.any(filters), filtered, lambda: draw(weigh(), rows.seed, seq_lens))
-
-
-def _logprobs(
-    logits: jax.Array, tokens: jax.Array, count: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-softmax of `logits` f32[S, V] at `tokens` i32[S] and at its `count` largest values.
-
-    Returns:
-        f32[S], i32[S, count] and f32[S, count], ties by lowest id.
-    """
-    num_rows, vocab = logits.shape
-    top = logits.max(axis=1)
-    sums = blocks_of(jnp.exp(logits - top[:, None]), BLOCK, 0.0).sum(axis=2).sum(axis=1)
-    log_total = top + jnp.log(sums)
-    logprob = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - log_total
-    blocks = blocks_of(logits, CANDIDATE_BLOCK, -jnp.inf)
-    num_blocks, size = blocks.shape[1:]
-    if count < num_blocks:
-        values, chosen, _ = largest_blocks(blocks, count)
-    else:
-        values = blocks.reshape(num_rows, -1)
-        chosen = jnp.broadcast_to(jnp.arange(num_blocks)[None, :], (num_rows, num_blocks))
-    kept = min(count, vocab)
-    best, place = lax.top_k(values, kept)
-    ids = jnp.take_along_axis(chosen, place // size, axis=1) * size + place % size
-    missing = ((0, 0), (0, count - kept))
-    return (
-        logprob,
-        jnp.pad(ids.astype(jnp.int32), missing, constant_values=-1),
-        jnp.pad(best - log_total[:, None], missing, constant_values=-jnp.inf),
-    )
-
-
-def _no_logprobs(num_rows: int, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `_logprobs` returns, when nobody asked."""
-    shape = (num_rows, count)
-    nothing = jnp.full(shape, -1, jnp.int32)
-    return jnp.zeros(num_rows, jnp.float32), nothing, jnp.zeros(shape, jnp.float32)

@@ -13,6 +13,7 @@ from hybrid_jax.config import EngineConfig
 from hybrid_jax.layers.context import StepContext
 from hybrid_jax.models.decoder import Params, bind
 from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput
+from hybrid_jax.runtime.logprobs import prompt_logprobs
 from hybrid_jax.runtime.mesh import Partitioner
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable, sample
 from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec
@@ -164,15 +165,24 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
                 max_logprobs=spec.max_logprobs,
                 processors=spec.processors,
             )
+        prompt = None
+        if batch.targets is not None:
+            with jax.named_scope("prompt_logprobs"):
+                prompt = prompt_logprobs(
+                    model.logits,
+                    hidden,
+                    batch.targets,
+                    num_rows=batch.seq_lens.shape[0],
+                    count=spec.max_logprobs,
+                )
         owner_ok, owners = check_owners(carry.owners, batch)
         output = StepOutput(
             tokens=sampled.tokens,
-            logprob=sampled.logprob,
-            top_ids=sampled.top_ids,
-            top_logprobs=sampled.top_logprobs,
+            logprobs=sampled.logprobs,
             usable=sampled.usable,
             finite=sampled.finite & jnp.all(jnp.isfinite(last), axis=-1),
             owner_ok=owner_ok,
+            prompt_logprobs=prompt,
         )
         last_token = carry.last_token.at[batch.row_ids].set(sampled.tokens)
         return output, Carry(caches, owners, last_token, history)

@@ -53,6 +53,7 @@ def event_message(event: TokenEvent) -> pb.GenerateResponse:
         text=event.text,
         token_ids=event.new_token_ids,
         usage=_usage(event.usage),
+        prompt_logprobs=_logprobs(event.prompt_logprobs or ()),
         **_completion_fields(event),
     )
 
@@ -71,6 +72,7 @@ def result_message(output: RequestOutput) -> pb.GenerateResult:
             for completion in output.outputs
         ],
         usage=_usage(output.usage),
+        prompt_logprobs=_logprobs(output.prompt_logprobs or ()),
     )
 
 
@@ -87,7 +89,7 @@ def _completion_fields(completion: TokenEvent | CompletionOutput) -> dict[str, A
     }
 
 
-def _logprobs(entries: Iterable[TokenLogprob]) -> list[pb.TokenLogprob]:
+def _logprobs(entries: Iterable[TokenLogprob | None]) -> list[pb.TokenLogprob]:
     return [
         pb.TokenLogprob(
             token_id=entry.token_id,
@@ -95,6 +97,7 @@ def _logprobs(entries: Iterable[TokenLogprob]) -> list[pb.TokenLogprob]:
             top=[pb.TopLogprob(token_id=token, logprob=p) for token, p in entry.top.items()],
         )
         for entry in entries
+        if entry is not None
     ]
 
 

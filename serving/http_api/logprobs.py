@@ -15,19 +15,27 @@ def token_text(tokenizer: HFTokenizer | None, token_id: int) -> str:
 
 
 def completion_logprobs(
-    tokenizer: HFTokenizer | None, logprobs: Sequence[TokenLogprob], offset: int
+    tokenizer: HFTokenizer | None,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob | None],
+    offset: int,
 ) -> dict[str, Any]:
-    """The format of /v1/completions. `offset`: characters of all tokens before."""
-    tokens = [token_text(tokenizer, entry.token_id) for entry in logprobs]
+    """The format of /v1/completions. `offset`: characters of all tokens before.
+
+    A prompt's first token has no log probability: nothing comes before it.
+    """
+    tokens = [token_text(tokenizer, token_id) for token_id in token_ids]
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
     return {
         "tokens": tokens,
-        "token_logprobs": [entry.logprob for entry in logprobs],
+        "token_logprobs": [None if entry is None else entry.logprob for entry in logprobs],
         "top_logprobs": [
-            {token_text(tokenizer, token): value for token, value in entry.top.items()}
+            None
+            if entry is None
+            else {token_text(tokenizer, token): value for token, value in entry.top.items()}
             for entry in logprobs
         ],
         "text_offset": offsets,

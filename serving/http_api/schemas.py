@@ -95,9 +95,14 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    echo: bool = False
+    echo: bool = False  # with logprobs, the prompt's tokens have theirs as well
     logprobs: int | None = None
     add_special_tokens: bool = True
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the prompt alone is wanted: the engine's one token at least is thrown away."""
+        return self.echo and self.max_tokens == 0
 
 
 class TextPart(_Body):
@@ -203,8 +208,8 @@ class CompletionLogprobs(BaseModel):
     """Log probabilities in the old format; all lists have one entry per token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # null for the first token of an echoed prompt
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

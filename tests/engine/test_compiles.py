@@ -24,6 +24,7 @@ SAMPLED = (
     SamplingParams(temperature=0.0, repetition_penalty=1.2, presence_penalty=0.5, max_tokens=7),
     SamplingParams(temperature=0.5, logit_bias={5: 3.0}, stop_token_ids=[7], min_tokens=3),
     SamplingParams(temperature=0.0, logits_processors=("even",), max_tokens=5),
+    SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=2),
 )
 
 

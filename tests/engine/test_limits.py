@@ -32,6 +32,7 @@ REFUSED = {
     "large id": ((3, 97), greedy(4), "token id 97 is outside"),
     "too long": (prompt_of(64), greedy(4), "64 tokens but max_model_len is 64, which leaves 63"),
     "logprobs": ((3,), greedy(4, logprobs=21), "logprobs is 21 but max_logprobs is 20"),
+    "prompt": ((3,), greedy(4, prompt_logprobs=21), "prompt_logprobs is 21 but max_logprobs is 20"),
     "bias": (
         (3,),
         greedy(4, logit_bias=dict.fromkeys(range(6), 1.0)),

@@ -73,7 +73,12 @@ def test_planned_temporaries_are_those_of_the_real_step(name: str, tmp_path: Pat
         runner.model_config.vocab_size,
     )
     batch = max(builder.padding_batches(), key=lambda b: b.kind is StepKind.MIXED)
-    arguments = (runner._leaves, runner._carry, batch, runner.sampling_rows.device())
+    arguments = (
+        runner._leaves,
+        runner._carry,
+        runner.complete(batch),
+        runner.sampling_rows.device(),
+    )
     analysis = runner._step.lower(*arguments).compile().memory_analysis()  # type: ignore[attr-defined]
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     real = analysis.temp_size_in_bytes + outputs
@@ -112,7 +117,7 @@ def test_a_step_neither_copies_nor_converts_a_pool(
     builder = BatchBuilder(cache, runner.config, runner.model_config.vocab_size)
     batch = next(b for b in builder.padding_batches() if b.kind is kind)
     carry = runner._carry
-    arguments = (runner._leaves, carry, batch, runner.sampling_rows.device())
+    arguments = (runner._leaves, carry, runner.complete(batch), runner.sampling_rows.device())
     compiled = runner._step.lower(*arguments).compile()  # type: ignore[attr-defined]
     text = compiled.as_text()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from hybrid_jax.config import EngineConfig
 from hybrid_jax.engine.engine import Engine
-from hybrid_jax.engine.types import Request, TokenEvent
+from hybrid_jax.engine.types import Request, TokenEvent, TokenLogprob
 from hybrid_jax.sampling_params import SamplingParams
 from hybrid_jax.specs import CacheSpec
 from tests.helpers.fake_runner import FakeRunner, toy_token
@@ -62,6 +62,7 @@ class Record:
     text: dict[tuple[str, int], str] = field(default_factory=dict)
     ends: dict[tuple[str, int], TokenEvent] = field(default_factory=dict)
     finals: dict[str, TokenEvent] = field(default_factory=dict)
+    prompts: dict[str, tuple[TokenLogprob | None, ...]] = field(default_factory=dict)
 
     def add(self, events: Iterable[TokenEvent]) -> None:
         """Records events; fails on any event after the last one."""
@@ -71,6 +72,10 @@ class Record:
             assert event.request_id not in self.finals, f"{event} after the final event"
             self.tokens.setdefault(key, []).extend(event.new_token_ids)
             self.text[key] = self.text.get(key, "") + event.text
+            if event.prompt_logprobs is not None:
+                assert event.request_id not in self.prompts, f"{event} tells its prompt again"
+                assert key[0] not in {name for name, _ in self.ends}
+                self.prompts[event.request_id] = event.prompt_logprobs
             if event.finish_reason is not None:
                 self.ends[key] = event
             if event.final:

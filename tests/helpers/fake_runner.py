@@ -15,6 +15,7 @@ from hybrid_jax.cache.arrays import CacheSizes, StateSlots
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.memory.snapshot import LiveBytes
 from hybrid_jax.runtime.batch import StepBatch, StepKind, StepOutput
+from hybrid_jax.runtime.logprobs import Logprobs
 from hybrid_jax.sampling_params import SamplingParams
 from hybrid_jax.specs import (
     AttentionSpec,
@@ -69,6 +70,11 @@ def toy_token(
         seen = tokens[-spec.window :] if isinstance(spec, WindowSpec) else tokens
         parts.append(_absorb(0, seen))
     return _choose(parts, params, seed, vocab_size)
+
+
+def toy_prompt_logprob(position: Any, token: Any) -> Any:
+    """What a `FakeRunner` says about a prompt's token."""
+    return -np.float32(position) - np.float32(token) / 128
 
 
 class FakeSamplingRows:
@@ -186,8 +192,14 @@ class FakeRunner:
         if self.read_error is not None:
             step.error, self.read_error = self.read_error, None
         self.pending.append(step)
-        names = ("tokens", "logprob", "top_ids", "top_logprobs", "finite", "usable", "owner_ok")
-        return StepOutput(**{n: _Late(lambda n=n: self._read(step, n)) for n in names})  # type: ignore[arg-type]
+        late: Any = lambda name: _Late(lambda: self._read(step, name))  # noqa: E731
+        names = ("tokens", "finite", "usable", "owner_ok")
+        logprobs = Logprobs(late("chosen"), late("top_ids"), late("top"))
+        prompt = None
+        if batch.targets is not None:
+            prompt = Logprobs(late("prompt_chosen"), late("prompt_top_ids"), late("prompt_top"))
+        columns = {name: late(name) for name in names}
+        return StepOutput(**columns, logprobs=logprobs, prompt_logprobs=prompt)
 
     def set_history(self, row: int, token_ids: Sequence[int]) -> None:
         tokens = list(token_ids)
@@ -239,9 +251,9 @@ class FakeRunner:
         self._write_pages(batch, tokens)
         results = {
             "tokens": np.zeros(size, np.int32),
-            "logprob": np.zeros(size, np.float32),
+            "chosen": np.zeros(size, np.float32),
             "top_ids": np.zeros((size, self.config.max_logprobs), np.int32),
-            "top_logprobs": np.zeros((size, self.config.max_logprobs), np.float32),
+            "top": np.zeros((size, self.config.max_logprobs), np.float32),
             "finite": np.ones(size, bool),
             "usable": np.ones(size, bool),
             "owner_ok": np.ones(size, bool),
@@ -256,13 +268,25 @@ class FakeRunner:
             token = _choose(parts, params, seed, self.model_config.vocab_size)
             self.last_token[row] = token
             results["tokens"][i] = token
-            results["logprob"][i] = -0.5
+            results["chosen"][i] = -0.5
             results["top_ids"][i] = (token + np.arange(self.config.max_logprobs)) % 97
-            results["top_logprobs"][i] = -0.5 - np.arange(self.config.max_logprobs)
+            results["top"][i] = -0.5 - np.arange(self.config.max_logprobs)
             results["finite"][i] = uid not in self.poisoned_uids and row not in self.poisoned_rows
             results["usable"][i] = uid not in self.unusable_uids
             results["owner_ok"][i] = owner_ok
+        if batch.targets is not None:
+            results |= self._prompt_logprobs(batch)
         step.results = results
+
+    def _prompt_logprobs(self, batch: StepBatch) -> dict[str, np.ndarray]:
+        """Of each token the place and the target are told, so that mixed up ones are seen."""
+        targets = np.asarray(batch.targets)
+        ids = targets[:, None] + np.arange(self.config.max_logprobs)
+        return {
+            "prompt_chosen": toy_prompt_logprob(np.asarray(batch.positions) + 1, targets),
+            "prompt_top_ids": np.where(targets[:, None] < 0, -1, ids % 97).astype(np.int32),
+            "prompt_top": np.zeros(ids.shape, np.float32),
+        }
 
     def _check_layout(self, batch: StepBatch) -> None:
         decode, rows = (int(n) for n in batch.counts)

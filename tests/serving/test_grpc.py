@@ -114,6 +114,19 @@ def test_a_stream_has_the_tokens_of_the_engine_and_ends_once(
         assert own[-1].HasField("cache") and own[-1].cache.reason
 
 
+def test_log_probabilities_of_a_prompt_come_once(client: Client, bundled: Bundled) -> None:
+    """Of all its tokens but the first, with the first token or with the result."""
+    options = GREEDY | {"n": 2, "prompt_logprobs": 2}
+    want = in_engine(bundled, PROMPT, **options).prompt_logprobs
+    told = [e.prompt_logprobs for e in client.stream(PROMPT, **options) if e.prompt_logprobs]
+    assert len(told) == 1 and want[0] is None
+    for entries in (*told, client.generate(PROMPT, **options).prompt_logprobs):
+        for entry, direct in zip(entries, want[1:], strict=True):
+            assert entry.token_id == direct.token_id
+            assert entry.logprob == pytest.approx(direct.logprob, abs=1e-3)  # another batch
+            assert len(entry.top) == len(direct.top) == 2
+
+
 def test_texts_ids_and_conversations_are_prompts(client: Client, bundled: Bundled) -> None:
     tokenizer = bundled[0].require_tokenizer()
     messages = [{"role": "user", "content": "Who art thou?"}]

@@ -67,7 +67,7 @@ CHAT: Any = {"messages": [{"role": "user", "content": "a"}]}
         ("completions", {"prompt": "a", "stop": ["x"] * 17}, "stop"),
         ("completions", {"prompt": "a", "stop": ""}, "stop"),
         ("completions", {"prompt": "a", "logprobs": 6}, "max_logprobs"),
-        ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ("completions", {"prompt": "a", "echo": True, "logprobs": 6}, "max_logprobs"),
         ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         ("completions", {"prompt": "a", "logit_bias": {"2048": 1}}, "2048"),
         ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),

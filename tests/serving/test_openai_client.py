@@ -120,6 +120,56 @@ def test_echo_puts_the_prompt_first(
         assert text == PROMPT + plain
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_echoed_prompts_have_log_probabilities(
+    client: openai.OpenAI, expect: Any, max_tokens: int
+) -> None:
+    """As evaluation harnesses ask for them: token ids in, several prompts at once."""
+    prompts = [[1, 300, 17, 9, 21], [1, 5], [7]]
+    options: Any = {"model": MODEL, "prompt": prompts, "n": 2, "temperature": 0, "logprobs": 2}
+    got = client.completions.create(**options, max_tokens=max_tokens, echo=True)
+    assert got.usage is not None and got.usage.completion_tokens == 6 * max_tokens
+    for i, prompt in enumerate(prompts):
+        want = expect(
+            prompt,
+            SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=2),
+        )
+        completion = want.outputs[0]
+        for choice in got.choices[2 * i : 2 * i + 2]:
+            logprobs = choice.logprobs
+            assert logprobs is not None and choice.finish_reason == "length"
+            entries = [*want.prompt_logprobs[1:], *completion.logprobs[:max_tokens]]
+            assert logprobs.token_logprobs == [None, *(entry.logprob for entry in entries)]
+            tops = logprobs.top_logprobs or []
+            assert tops[0] is None and all(
+                list(top.values()) == list(entry.top.values())
+                for top, entry in zip(tops[1:], entries, strict=True)
+            )
+            tokens, offsets = logprobs.tokens or [], logprobs.text_offset or []
+            assert offsets == [len("".join(tokens[:k])) for k in range(len(prompt) + max_tokens)]
+            assert choice.text.endswith(completion.text if max_tokens else "")
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_stream_echoes_with_log_probabilities(client: openai.OpenAI, max_tokens: int) -> None:
+    options: Any = {"model": MODEL, "prompt": [PROMPT, "Then"], "n": 2, "seed": 4, "logprobs": 1}
+    options |= {"echo": True, "max_tokens": max_tokens}
+    whole = client.completions.create(**options)
+    chunks = client.completions.create(**options, stream=True)
+    texts, found = dict.fromkeys(range(4), ""), {index: [] for index in range(4)}
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        if choice.logprobs is not None:
+            found[choice.index] += choice.logprobs.token_logprobs or []
+    for choice in whole.choices:
+        assert choice.logprobs is not None and choice.text.startswith(
+            options["prompt"][choice.index // 2]
+        )
+        assert texts[choice.index] == choice.text
+        assert found[choice.index] == choice.logprobs.token_logprobs
+
+
 def test_what_shapes_sampling_reaches_the_engine(client: openai.OpenAI, expect: Any) -> None:
     options: Any = {
         "seed": 5,

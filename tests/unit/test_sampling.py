@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from hybrid_jax.runtime import vocabulary
-from hybrid_jax.runtime.sampling import LogitsContext, SamplingRows, _adjust, _logprobs, sample
+from hybrid_jax.runtime.logprobs import token_logprobs
+from hybrid_jax.runtime.sampling import LogitsContext, SamplingRows, _adjust, sample
 from hybrid_jax.sampling_params import SamplingParams
 
 ROWS, VOCAB, LENGTH, TOP = 8, 1000, 24, 5
@@ -391,7 +392,7 @@ def test_logprobs(vocab: int) -> None:
     logits = np.round(random_logits(3, vocab, seed=vocab), 1)
     exact = exact_logprobs(logits)
     tokens = np.array([0, 1, 2], np.int32)
-    compute = jax.jit(_logprobs, static_argnums=2)
+    compute = jax.jit(token_logprobs, static_argnums=2)
     logprob, ids, top = map(np.asarray, compute(logits, tokens, TOP))
     order = np.argsort(-logits, axis=1, kind="stable")[:, :TOP]
     known = order.shape[1]
@@ -413,13 +414,15 @@ def test_logprobs_describe_the_raw_logits(group: int | None) -> None:
     got = draw(logits, params, group=group)
     exact = exact_logprobs(logits)
     assert got.tokens[0] == 0
-    np.testing.assert_allclose(got.logprob, exact[np.arange(3), got.tokens], atol=2e-6, rtol=1e-6)
-    np.testing.assert_array_equal(got.top_ids, np.argsort(-logits, axis=1)[:, :TOP])
+    np.testing.assert_allclose(
+        got.logprobs.chosen, exact[np.arange(3), got.tokens], atol=2e-6, rtol=1e-6
+    )
+    np.testing.assert_array_equal(got.logprobs.top_ids, np.argsort(-logits, axis=1)[:, :TOP])
 
 
 def test_logprobs_are_skipped_when_no_row_asks() -> None:
     got = draw(random_logits(2, 50), [SamplingParams(), SamplingParams(temperature=0.0)])
-    assert not got.logprob.any() and (got.top_ids == -1).all()
+    assert not got.logprobs.chosen.any() and (got.logprobs.top_ids == -1).all()
 
 
 # -- one trace, and the host's twin

@@ -30,6 +30,7 @@ BAD: list[tuple[str, Any]] = [
     *(("min_tokens", value) for value in (-1, 17)),
     *(("seed", value) for value in (2**64, -(2**63) - 1, 0.5, "1", HUGE)),
     *(("logprobs", value) for value in (-1, True, 2**31)),
+    *(("prompt_logprobs", value) for value in (-1, False, 2**31)),
     *(("stop", value) for value in ("", ["a", ""], ["a"] * 17, ["a"] * 1000, [1], 5, {"a": 1})),
     *(("stop", value) for value in (b"a", None, itertools.count(), ["a", b"b"])),
     *(("stop_token_ids", value) for value in ([-1], ["1"], "12", 5, [0] * 65, [True], [2**31])),

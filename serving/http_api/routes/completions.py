@@ -1,11 +1,14 @@
 """POST /v1/completions."""
 
+import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from hybrid_jax.engine.types import TokenEvent, Usage
+from hybrid_jax.engine.types import TokenEvent, TokenLogprob, Usage
 from hybrid_jax.errors import InvalidRequest
 from hybrid_jax.llm import RequestOutput
 from serving.context import ServerContext, new_id
@@ -21,15 +24,18 @@ router = APIRouter()
 async def create_completion(body: CompletionRequest, http: Request, server: Server) -> Any:
     """Continues each prompt, `n` times; with `stream`, as server-sent events."""
     server.check_model(body.model)
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("there are no log probabilities of prompts; drop echo or logprobs")
-    params = body.sampling_params(logprobs=body.logprobs)
+    wanted: dict[str, Any] = {"prompt_logprobs": body.logprobs if body.echo else None}
+    if body.prompt_only:
+        wanted |= {"max_tokens": 1, "ignore_eos": True, "stop": (), "stop_token_ids": ()}
+    params = body.sampling_params(logprobs=body.logprobs, **wanted)
     prompts = await _token_ids(server, body)
     form = CompletionFormat(server, body, prompts, params.n)
     requests = await server.requests(form.id, prompts, params)
     if body.stream:
         return stream(server.engine, requests, lambda: form, include_usage=body.include_usage)
-    return form.whole(await collect(http, server.engine, requests))
+    outputs = await collect(http, server.engine, requests)
+    # The texts of a long prompt's likely tokens take a while.
+    return await asyncio.to_thread(form.whole, outputs) if body.echo else form.whole(outputs)
 
 
 async def _token_ids(server: ServerContext, body: CompletionRequest) -> list[list[int]]:
@@ -69,54 +75,82 @@ class CompletionFormat:
         self._n = n
         self._body = body
         self._prompts = prompts
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}  # by prompt
         self._offsets: dict[int, int] = {}  # characters of a choice's tokens so far
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The response that is no stream."""
         choices = []
         for i, output in enumerate(outputs):
+            if output.prompt_logprobs is not None:
+                self._prompt_logprobs[i] = output.prompt_logprobs
             for completion in output.outputs:
                 index = i * self._n + completion.index
-                logprobs = completion.logprobs
-                choice: dict[str, Any] = {
-                    "index": index,
-                    "text": self._echo(index) + completion.text,
-                    "logprobs": logprobs and completion_logprobs(self._tokenizer, logprobs, 0),
-                    "finish_reason": completion.finish_reason,
-                    "stop_reason": completion.stop_reason,
-                }
-                if self._body.return_token_ids:
-                    choice["token_ids"] = completion.token_ids
-                choices.append(choice)
+                choice = self._choice(index, completion.text, completion.token_ids)
+                choice["text"] = self._echo(index) + choice["text"]
+                choice["logprobs"] = self._logprobs(index, choice["token_ids"], completion.logprobs)
+                choice["finish_reason"] = completion.finish_reason
+                choice["stop_reason"] = completion.stop_reason
+                choices.append(self._shown(choice))
         usage = total_usage(output.usage for output in outputs)
-        return self._head | {"choices": choices, "usage": usage_body(usage)}
+        return self._head | {"choices": choices, "usage": self._usage(usage)}
 
     def begin(self, index: int) -> dict[str, Any] | None:
-        """The prompt, if it is to be echoed."""
+        """The prompt, if it is to be echoed; not before its log probabilities, if they are, too."""
         text = self._echo(index)
-        return self._chunk({"index": index, "text": text}) if text else None
+        if not text or self._body.logprobs is not None:
+            return None
+        return self._chunk({"index": index, "text": text, "token_ids": []})
 
     def chunk(self, index: int, event: TokenEvent) -> dict[str, Any]:
         """The text of one event."""
-        choice: dict[str, Any] = {"index": index, "text": event.text}
-        if event.logprobs:
-            offset = self._offsets.get(index, 0)
-            choice["logprobs"] = completion_logprobs(self._tokenizer, event.logprobs, offset)
-            tokens = choice["logprobs"]["tokens"]
-            self._offsets[index] = offset + sum(len(token) for token in tokens)
-        if self._body.return_token_ids:
-            choice["token_ids"] = list(event.new_token_ids)
+        choice = self._choice(index, event.text, event.new_token_ids)
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs[index // self._n] = event.prompt_logprobs
+        if event.logprobs is not None:
+            if index not in self._offsets:
+                choice["text"] = self._echo(index) + choice["text"]
+            choice["logprobs"] = self._logprobs(index, choice["token_ids"], event.logprobs)
         return self._chunk(choice, event)
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """The chunk without choices."""
-        return self._head | {"choices": [], "usage": usage_body(usage)}
+        return self._head | {"choices": [], "usage": self._usage(usage)}
+
+    def _choice(self, index: int, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
+        """What was generated, as far as it was asked for."""
+        if self._body.prompt_only:
+            return {"index": index, "text": "", "token_ids": []}
+        return {"index": index, "text": text, "token_ids": list(token_ids)}
+
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> dict[str, Any] | None:
+        """Of the next tokens of a choice, the prompt's first if it is echoed."""
+        if logprobs is None:
+            return None
+        entries: list[TokenLogprob | None] = list(logprobs[: len(token_ids)])
+        offset, prompt = self._offsets.get(index), index // self._n
+        if offset is None and prompt in self._prompt_logprobs:
+            token_ids = [*self._prompts[prompt], *token_ids]
+            entries = [*self._prompt_logprobs[prompt], *entries]
+        body = completion_logprobs(self._tokenizer, token_ids, entries, offset or 0)
+        self._offsets[index] = (offset or 0) + sum(map(len, body["tokens"]))
+        return body
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        return usage_body(replace(usage, completion_tokens=0) if self._body.prompt_only else usage)
 
     def _chunk(self, choice: dict[str, Any], event: TokenEvent | None = None) -> dict[str, Any]:
         choice.setdefault("logprobs", None)
         choice["finish_reason"] = event and event.finish_reason
         choice["stop_reason"] = event and event.stop_reason
-        return self._head | {"choices": [choice], "usage": None}
+        return self._head | {"choices": [self._shown(choice)], "usage": None}
+
+    def _shown(self, choice: dict[str, Any]) -> dict[str, Any]:
+        if not self._body.return_token_ids:
+            del choice["token_ids"]
+        return choice
 
     def _echo(self, index: int) -> str:
         prompt = self._body.prompt
