@@ -66,6 +66,7 @@ class EngineConfig:
     prefix_cache: bool = True  # keep what is computed, for prompts that begin with the same tokens
     checkpoint_interval: int = 0  # tokens between the states kept of a prompt; 0: 256 or a bit more
     num_checkpoints: int = 0  # state rows kept for reuse; 0: twice max_num_seqs
+    swap_bytes: int = 0  # host memory for preempted sequences; 0: they are computed again
     prefill_alignment: int = 0  # prefill chunks end at multiples; 0: the linear kernels' chunk or 1
     debug_poison: bool = False  # fill freed memory with NaN and check every id after every step
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the activation dtype
@@ -186,6 +187,7 @@ _CHECKS: dict[str, Check] = {
     "prefix_cache": boolean,
     "checkpoint_interval": integer(0, INT32_MAX, _CHOSEN),
     "num_checkpoints": integer(0, 1_048_576, _CHOSEN),
+    "swap_bytes": integer(0, 2**63 - 1, "use 0 to compute preempted sequences again"),
     "prefill_alignment": integer(0, 1_048_576, _CHOSEN),
     "debug_poison": boolean,
     "kv_dtype": choice(("auto", "float32", "bfloat16")),

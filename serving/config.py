@@ -41,6 +41,7 @@ _ENGINE_HELP = {
     "prefix_cache": "Keep what is computed, for prompts that begin with the same tokens.",
     "checkpoint_interval": "Tokens between the states kept of a prompt; 0: chosen.",
     "num_checkpoints": "State rows kept for reuse; 0: twice max_num_seqs.",
+    "swap_bytes": "Host memory for preempted sequences; 0: they are computed again.",
     "prefill_alignment": "Prefill chunks end at multiples of so many tokens; 0: chosen.",
     "debug_poison": "Fill freed memory with NaN and check every id after every step; slow.",
     "implementations": "op=name: what must run an op, such as paged_attention=reference.",

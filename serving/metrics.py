@@ -126,6 +126,14 @@ class _EngineCollector(Collector):
             "step_stalled_seconds", "Of the current step.", self._engine.stalled_seconds()
         )
         yield self._count("num_preemptions", "Sequences put back.", stats.preemptions)
+        yield self._count(
+            "recomputed_tokens", "Computed again after a preemption.", stats.recomputed_tokens
+        )
+        yield self._count("swapped_out", "Sequences saved to the host.", stats.swap.num_out)
+        yield self._count("swapped_in", "Those that came back from there.", stats.swap.num_in)
+        for field in ("total", "used", "peak"):
+            value = getattr(stats.swap, f"{field}_bytes")
+            yield self._gauge(f"swap_{field}_bytes", "Host memory for preempted sequences.", value)
         yield self._count("steps", "Steps launched.", stats.steps)
         yield self._count("compiles", "Steps compiled.", stats.compiles)
         yield self._count("prefix_cache_queries", "Tokens looked up.", stats.prompt_tokens)

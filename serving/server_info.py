@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 import hybrid_jax
+from hybrid_jax.engine.types import SwapStats
 from hybrid_jax.inspection import KernelChoice, describe_layer, kernel_report
 from serving.async_engine import AsyncEngine
 
@@ -49,6 +50,8 @@ class ServerInfo:
     waiting: int
     steps: int
     preemptions: int
+    recomputed_tokens: int
+    swap: SwapStats
     compiles: int
     caches: list[CacheInfo]
     kernels: list[KernelChoice]
@@ -75,6 +78,8 @@ def server_info(engine: AsyncEngine, model_name: str) -> ServerInfo:
         waiting=stats.waiting,
         steps=stats.steps,
         preemptions=stats.preemptions,
+        recomputed_tokens=stats.recomputed_tokens,
+        swap=stats.swap,
         compiles=stats.compiles,
         caches=[
             CacheInfo(g.name, g.total, g.used, g.cached, g.peak, g.fragmentation)

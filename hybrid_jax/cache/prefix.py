@@ -43,6 +43,7 @@ class Prefix:
     ids: tuple[tuple[int, ...], ...]
     owner: int = 0  # uid that wrote the state
     token_ids: tuple[int, ...] = ()  # of a kept prefix
+    missing: tuple[int, ...] = ()  # ids per group that follow `ids`: the host has what they held
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,14 @@ class PrefixTree:
         else:
             reason = "no_state_checkpoint"
         return Match(self._prefix(path[:depth]), len(path) * self.page_size, reason)
+
+    def full_pages(self, token_ids: Sequence[int], length: int) -> tuple[tuple[int, ...], ...]:
+        """Per group the cached full-attention pages of the first `length` tokens. Pins nothing."""
+        path = self._path(token_ids, length // self.page_size)
+        return tuple(
+            tuple(node.ids[g] for node in path) if g in self._full else ()
+            for g in range(len(self._pools))
+        )
 
     def node(self, token_ids: Sequence[int], length: int) -> Node:
         """The node of the first `length` tokens, or the deepest one that exists before it."""

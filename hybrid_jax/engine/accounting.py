@@ -1,12 +1,66 @@
-"""What an engine holds: its pools in bytes, and what the device says."""
+"""What an engine holds: its pools in units and in bytes, and what the device says."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from hybrid_jax.engine.cache_manager import CacheManager
-from hybrid_jax.engine.types import Sequence, StepRunner
+from hybrid_jax.engine.scheduler import Scheduler
+from hybrid_jax.engine.step_clock import Phase
+from hybrid_jax.engine.types import EngineStats, GroupStats, Sequence, StepRunner
 from hybrid_jax.memory.snapshot import MemorySnapshot, PoolMemory
 from hybrid_jax.specs import StateSpec, WindowSpec
+
+
+def take_stats(
+    cache: CacheManager,
+    scheduler: Scheduler,
+    *,
+    waiting: int,
+    steps: int,
+    compiles: int,
+    phase_seconds: Mapping[Phase, float],
+) -> EngineStats:
+    """The counters of an engine now. May be called while a step runs."""
+    running = list(scheduler.running.values())
+    return EngineStats(
+        running=len(running),
+        waiting=waiting,
+        steps=steps,
+        preemptions=scheduler.num_preemptions,
+        compiles=compiles,
+        phase_seconds=phase_seconds,
+        prompt_tokens=cache.num_prompt_tokens,
+        cached_tokens=cache.num_cached_tokens,
+        recomputed_tokens=cache.num_recomputed_tokens,
+        swap=cache.swap.stats(),
+        caches=group_stats(cache, running),
+    )
+
+
+def group_stats(cache: CacheManager, running: Iterable[Sequence]) -> tuple[GroupStats, ...]:
+    """Use of every cache group, in their order, and of the persistent rows."""
+    sequences, result = list(running), []
+    for i, pool in enumerate([*cache.pools, cache.rows]):
+        name = f"{i}:{cache.kind(i)}" if i < len(cache.pools) else "rows"
+        waste = 0.0
+        if i in cache.page_groups and pool.num_used:
+            empty = sum(_empty_places(cache, i, sequence) for sequence in sequences)
+            waste = empty / (pool.num_used * cache.page_size)
+        result.append(
+            GroupStats(name, pool.capacity, pool.num_used, pool.num_idle, pool.peak, waste)
+        )
+    return tuple(result)
+
+
+def _empty_places(cache: CacheManager, i: int, sequence: Sequence) -> int:
+    """Places in the pages of a sequence that hold no token a later step reads."""
+    run, window = sequence.pages[i] if sequence.row else None, cache.page_groups[i].window
+    if run is None:
+        return 0
+    computed, first = sequence.num_computed_tokens, run.first * cache.page_size
+    if window is not None:
+        first = max(first, computed - window + 1)
+    return len(run.ids) * cache.page_size - max(0, computed - first)
 
 
 def take_snapshot(
@@ -15,7 +69,9 @@ def take_snapshot(
     """The memory of an engine now. `running`: the sequences that hold pages and slots."""
     live, sizes, sequences = runner.live_bytes(), runner.sizes, list(running)
     pools = []
-    for i, (group, use) in enumerate(zip(runner.groups, cache.stats(sequences), strict=False)):
+    for i, (group, use) in enumerate(
+        zip(runner.groups, group_stats(cache, sequences), strict=False)
+    ):
         unit_bytes = live.groups[i] // sizes.counts[i]
         pools.append(
             PoolMemory(

@@ -36,7 +36,10 @@ class PageGroup:
         return first_live_page(num_computed_tokens, self.window, self.page_size)
 
     def attach(self, row: int, ids: tuple[int, ...], num_pages: int) -> PageRun:
-        """Gives `row` the pages of a prefix, the last one logical page `num_pages - 1`."""
+        """Gives `row` the pages of a prefix, the last one logical page `num_pages - 1`.
+
+        Of a window group the first page follows from that, with or without `ids`.
+        """
         run = PageRun(num_pages - len(ids), deque(ids))
         for logical, page in enumerate(ids, run.first):
             self.pool.share(page)

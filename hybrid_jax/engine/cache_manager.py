@@ -9,7 +9,8 @@ from hybrid_jax.cache.plan import pages_for
 from hybrid_jax.cache.pools import IdPool, RowPool
 from hybrid_jax.engine.cache_groups import PageGroup, StateGroup
 from hybrid_jax.engine.prefix_cache import PrefixCache
-from hybrid_jax.engine.types import GroupStats, ReleaseReason, Sequence
+from hybrid_jax.engine.swap import SwapSpace
+from hybrid_jax.engine.types import PageRun, ReleaseReason, Sequence
 from hybrid_jax.errors import ModelError
 from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec, WindowSpec
 
@@ -54,6 +55,8 @@ class CacheManager:
         self.page_size = config.page_size
         self.num_prompt_tokens = 0  # of all prompts so far
         self.num_cached_tokens = 0  # those of them that were in the caches already
+        self.num_recomputed_tokens = 0  # of sequences that were preempted
+        self.swap = SwapSpace(groups, config)
         self.reset()
 
     def reset(self) -> None:
@@ -68,7 +71,10 @@ class CacheManager:
                 self.state_groups[i] = StateGroup(size, self._config)
             else:
                 self.page_groups[i] = PageGroup(spec, size, self._config)
-        self.prefixes = PrefixCache(self._specs, self.page_groups, self.state_groups, self._config)
+        self.swap.clear()
+        self.prefixes = PrefixCache(
+            self._specs, self.page_groups, self.state_groups, self._config, self.swap
+        )
         self._copies: dict[int, dict[int, int]] = {i: {} for i in self.page_groups}
 
     @property
@@ -83,7 +89,7 @@ class CacheManager:
             if need > group.pool.capacity:
                 return (
                     f"{need} pages of {self.page_size} tokens in cache group {i} "
-                    f"({self._kind(i)}), which has {group.pool.capacity}"
+                    f"({self.kind(i)}), which has {group.pool.capacity}"
                 )
         return None
 
@@ -105,7 +111,8 @@ class CacheManager:
         for i, group in self.page_groups.items():
             ids, pool = prefix.ids[i], group.pool
             need = group.pages_at_most(len(sequence.token_ids)) - len(ids)
-            need += bool(prefix.length % self.page_size)  # the copy of the partial page
+            # The copy of a partial page that others hold.
+            need += bool(prefix.length % self.page_size and not prefix.missing)
             room = pool.num_free - sum(map(pool.is_idle, ids)) - need
             room -= sum(self._soon(other, i, group) for other in others)
             if room < 0:
@@ -133,19 +140,24 @@ class CacheManager:
         groups = range(len(self._specs))
         # State slots first: a fresh one may evict an idle one, but none of this prefix's.
         slots = {i: g.attach(row, prefix.ids[i]) for i, g in self.state_groups.items()}
-        pages = {
-            i: g.attach(row, prefix.ids[i], sequence.num_pages) for i, g in self.page_groups.items()
-        }
+        pages: dict[int, PageRun] = {}
+        for i, group in self.page_groups.items():
+            missing = prefix.missing[i] if prefix.missing else 0
+            pages[i] = group.attach(row, prefix.ids[i], sequence.num_pages - missing)
+            group.extend(row, pages[i], missing)
         sequence.slots = tuple(slots.get(i) for i in groups)
         sequence.pages = tuple(pages.get(i) for i in groups)
         sequence.may_share = prefix.length > 0
         sequence.num_computed_tokens = prefix.length
 
     def count(self, sequence: Sequence) -> None:
-        """Counts a sequence that was admitted, the first time."""
+        """Counts what an admitted sequence has computed already, or computes again."""
         if not sequence.num_preemptions:
             self.num_prompt_tokens += sequence.num_prompt_tokens
             self.num_cached_tokens += sequence.num_computed_tokens
+        lost = sequence.num_preempted_tokens - sequence.num_computed_tokens
+        self.num_recomputed_tokens += max(0, lost)
+        sequence.num_preempted_tokens = 0
 
     def allocate(self, sequence: Sequence, num_new_tokens: int) -> bool:
         """Makes room for `num_new_tokens` more tokens in every cache group, or changes nothing."""
@@ -210,8 +222,10 @@ class CacheManager:
         back to their pools; a later step may reuse them at once, since the device runs steps in
         order.
         """
-        if not sequence.row:
-            return  # preempted meanwhile
+        if not sequence.row:  # preempted meanwhile
+            if not good:
+                self.swap.drop(sequence)
+            return
         sequence.num_committed_tokens = num_tokens
         sequence.is_good &= good
         self.prefixes.commit(sequence)
@@ -220,6 +234,12 @@ class CacheManager:
                 run = sequence.pages[i]
                 assert run is not None
                 group.trim(sequence.row, run, num_tokens)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes everything from a running sequence that is to come back."""
+        sequence.num_preempted_tokens = sequence.num_computed_tokens
+        self.swap.save(sequence, self._copies)
+        self.release(sequence, ReleaseReason.PREEMPT)
 
     def release(self, sequence: Sequence, reason: ReleaseReason) -> None:
         """Gives back everything `sequence` holds; nothing of it counts as computed any more.
@@ -243,6 +263,8 @@ class CacheManager:
             self.rows.free(row)
             if self._on_row_release is not None:
                 self._on_row_release(row)
+        if reason is not ReleaseReason.PREEMPT:
+            self.swap.drop(sequence)
         self.detach(sequence)
 
     @staticmethod
@@ -275,31 +297,8 @@ class CacheManager:
         self.rows.freed.clear()
         return freed
 
-    def stats(self, running: Iterable[Sequence]) -> tuple[GroupStats, ...]:
-        """Use of every cache group, in their order, and of the persistent rows."""
-        sequences, result = list(running), []
-        for i, pool in enumerate([*self.pools, self.rows]):
-            name = f"{i}:{self._kind(i)}" if i < len(self._specs) else "rows"
-            waste = 0.0
-            if i in self.page_groups and pool.num_used:
-                empty = sum(self._empty_places(i, sequence) for sequence in sequences)
-                waste = empty / (pool.num_used * self.page_size)
-            result.append(
-                GroupStats(name, pool.capacity, pool.num_used, pool.num_idle, pool.peak, waste)
-            )
-        return tuple(result)
-
-    def _empty_places(self, i: int, sequence: Sequence) -> int:
-        """Places in the pages of a sequence that hold no token a later step reads."""
-        run, window = sequence.pages[i] if sequence.row else None, self.page_groups[i].window
-        if run is None:
-            return 0
-        computed, first = sequence.num_computed_tokens, run.first * self.page_size
-        if window is not None:
-            first = max(first, computed - window + 1)
-        return len(run.ids) * self.page_size - max(0, computed - first)
-
-    def _kind(self, i: int) -> str:
+    def kind(self, i: int) -> str:
+        """The kind of layers of a cache group: full, window or linear."""
         spec = self._specs[i]
         if isinstance(spec, StateSpec):
             return "linear"

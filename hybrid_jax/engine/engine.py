@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from hybrid_jax.cache.prefix import Prefix
-from hybrid_jax.engine.accounting import take_snapshot
+from hybrid_jax.engine.accounting import take_snapshot, take_stats
 from hybrid_jax.engine.batch_builder import BatchBuilder
 from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.in_flight import InFlight, prompt_spans
@@ -214,16 +214,13 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
-        return EngineStats(
-            running=len(self._scheduler.running),
+        return take_stats(
+            self._cache,
+            self._scheduler,
             waiting=self._num_waiting(),
             steps=self._num_steps,
-            preemptions=self._scheduler.num_preemptions,
             compiles=self._runner.num_compiles,
             phase_seconds=dict(self._clock.seconds),
-            prompt_tokens=self._cache.num_prompt_tokens,
-            cached_tokens=self._cache.num_cached_tokens,
-            caches=self._cache.stats(list(self._scheduler.running.values())),
         )
 
     def memory(self) -> MemorySnapshot:
@@ -248,6 +245,7 @@ class Engine:
 
     def _launch(self) -> InFlight | None:
         plan = self._scheduler.schedule()
+        self._memory.swap_out(plan.preempted)
         if not plan.num_tokens:
             if self._in_flight is None:
                 self._fail_stuck()

@@ -29,6 +29,7 @@ def check_integrity(cache: CacheManager, sequences: Iterable[Sequence]) -> None:
         read_owners[sequence.row] = cache.read_owners[sequence.row]
     _require_equal(owners, cache.row_owners, "row owners")
     _require_equal(read_owners, cache.read_owners, "read owners")
+    cache.swap.check_integrity()
     cached = cache.prefixes.tree.check_integrity()
     for i in cache.page_groups:
         _check_pages(cache, i, holders, cached[i])

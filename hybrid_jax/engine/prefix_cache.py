@@ -8,6 +8,7 @@ from hybrid_jax.cache.pools import IdPool
 from hybrid_jax.cache.prefix import CacheReport, Node, Prefix, PrefixTree
 from hybrid_jax.engine.cache_groups import PageGroup, StateGroup
 from hybrid_jax.engine.prefill_grid import PrefillGrid
+from hybrid_jax.engine.swap import SwapSpace
 from hybrid_jax.engine.types import Checkpoint, Sequence
 from hybrid_jax.specs import CacheSpec
 
@@ -28,9 +29,11 @@ class PrefixCache:
         page_groups: Mapping[int, PageGroup],
         state_groups: Mapping[int, StateGroup],
         config: "EngineConfig",
+        swap: SwapSpace,
     ) -> None:
         self._page_groups = page_groups
         self._state_groups = state_groups
+        self._swap = swap
         self._enabled = config.prefix_cache
         self._page_size = config.page_size
         self.grid = PrefillGrid(
@@ -60,6 +63,9 @@ class PrefixCache:
         kept = sequence.request.prefix
         if kept in self.kept and prefix.length < kept.length < len(sequence.token_ids):
             prefix, reason, granularity = kept, "prompt_end", 1
+        saved = self._swap.find(sequence, self.tree)
+        if saved is not None and saved.length > prefix.length:
+            prefix = saved
         if sequence.needs_prompt_logprobs:
             prefix, reason = self.nothing, "prompt_logprobs"
         sequence.prefix = prefix

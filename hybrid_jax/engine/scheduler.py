@@ -209,12 +209,12 @@ class Scheduler:
         return True
 
     def _preempt(self, plan: Schedule, victim: Sequence) -> None:
-        """Back to the head of the queue; the sequence is recomputed when there is room again.
+        """Back to the head of the queue; what was lost is recomputed when there is room again.
 
         A token in flight still counts: it is appended when it arrives, and `_admit` waits for it.
         """
         plan.drop(victim)
-        self._cache.release(victim, ReleaseReason.PREEMPT)
+        self._cache.preempt(victim)
         del self.running[victim.arrival]
         victim.state = SequenceState.WAITING
         victim.num_preemptions += 1

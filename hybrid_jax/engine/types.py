@@ -120,6 +120,7 @@ class Sequence:
     num_inflight: int = 0  # 0 or 1 whenever the scheduler looks; 2 while two steps are launched
     num_prefill_tokens: int = 0
     num_preemptions: int = 0
+    num_preempted_tokens: int = 0  # that were computed when it was preempted last
 
     row: int = 0  # persistent row; 0: holds nothing
     num_pages: int = 0  # logical pages reached so far, the same in every page group
@@ -240,6 +241,17 @@ class GroupStats:
 
 
 @dataclass(frozen=True)
+class SwapStats:
+    """Use of the host memory for preempted sequences."""
+
+    total_bytes: int
+    used_bytes: int
+    peak_bytes: int  # most ever used at once
+    num_out: int  # sequences saved so far
+    num_in: int  # those of them that went on from there
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A snapshot of the engine's counters."""
 
@@ -251,6 +263,8 @@ class EngineStats:
     phase_seconds: Mapping[Phase, float]  # of all steps so far; see `StepClock`
     prompt_tokens: int  # of admitted prompts
     cached_tokens: int  # those of them that were not computed because the caches had them
+    recomputed_tokens: int  # that were computed, and lost in a preemption
+    swap: SwapStats
     caches: tuple[GroupStats, ...]
 
 

@@ -220,6 +220,8 @@ class Runner:
                 if not isinstance(shared.spec, StateSpec):
                     self.copy(group, [0], [0])
                 self.fill(group, [0], 0.0)
+                if self._config.swap_bytes:
+                    self.write(group, [0], self.read(group, [0]), 0)
             self.set_history(0, [0])
             logger.info("compiled %d steps in %.1f s", self._num_traces, time.monotonic() - start)
         elif self._config.implementations:

@@ -373,16 +373,34 @@ class GetMemoryRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetMemoryResponse(_message.Message):
-    __slots__ = ("running", "waiting", "preemptions", "caches")
+    __slots__ = ("running", "waiting", "preemptions", "caches", "recomputed_tokens", "swap")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     CACHES_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     preemptions: int
     caches: _containers.RepeatedCompositeFieldContainer[CacheClass]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., preemptions: _Optional[int] = ..., caches: _Optional[_Iterable[_Union[CacheClass, _Mapping]]] = ...) -> None: ...
+    recomputed_tokens: int
+    swap: Swap
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., preemptions: _Optional[int] = ..., caches: _Optional[_Iterable[_Union[CacheClass, _Mapping]]] = ..., recomputed_tokens: _Optional[int] = ..., swap: _Optional[_Union[Swap, _Mapping]] = ...) -> None: ...
+
+class Swap(_message.Message):
+    __slots__ = ("total_bytes", "used_bytes", "peak_bytes", "num_out", "num_in")
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_IN_FIELD_NUMBER: _ClassVar[int]
+    total_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    num_out: int
+    num_in: int
+    def __init__(self, total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., num_out: _Optional[int] = ..., num_in: _Optional[int] = ...) -> None: ...
 
 class CacheClass(_message.Message):
     __slots__ = ("name", "total", "used", "cached", "peak", "fragmentation")

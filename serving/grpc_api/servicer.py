@@ -151,6 +151,8 @@ class Servicer(InferenceServiceServicer):
             running=info.running,
             waiting=info.waiting,
             preemptions=info.preemptions,
+            recomputed_tokens=info.recomputed_tokens,
+            swap=pb.Swap(**asdict(info.swap)),
             caches=[pb.CacheClass(**asdict(cache)) for cache in info.caches],
         )
 

@@ -37,6 +37,8 @@ def test_nothing_compiles_after_the_warm_up(tmp_path: Path) -> None:
         prefill_alignment=8,
         checkpoint_interval=8,
         debug_poison=True,
+        num_pages=22,  # little enough for preemptions
+        swap_bytes=2**20,
         warmup=True,
     )
     runner = Runner(rig.model, config, processors={"even": lambda logits, context: logits})
@@ -61,6 +63,7 @@ def test_nothing_compiles_after_the_warm_up(tmp_path: Path) -> None:
     ended = [r for r in plain if record.ends[(r.request_id, 0)].finish_reason == "length"]
     assert len(ended) > 6
     assert engine.stats().cached_tokens > 10  # a hit or a fork, at least
+    assert engine.stats().swap.num_in > 0
     rig.oracle.check(record, ended)
 
 

@@ -224,6 +224,7 @@ def traffic(draw: Any) -> dict[str, Any]:
         run_ahead=draw(st.booleans()),
         page_size=draw(st.sampled_from([2, 4, 8])),
         num_checkpoints=draw(st.sampled_from([1, 3, 20])),
+        swap_bytes=draw(st.sampled_from([0, 1500, 2**20])),
     )
     prompts: list[tuple[int, ...]] = []
     requests = []

@@ -27,8 +27,9 @@ from tests.helpers.real_engine import CHUNK, Rig, random_prompt, schedule_of
 GetRig = Callable[[str], Rig]
 Entries = tuple[TokenLogprob | None, ...]
 SPECS = (FULL, window(6), STATE)
-# The oracle adds up whole sequences, the engine chunks: some float32 ulps of logits of about 10.
-TOLERANCE = 5e-5
+# In deviations of the logits, as in the comparison with Hugging Face: the oracle adds up whole
+# sequences, the engine chunks. An error of one position or one token is thousands of times larger.
+TOLERANCE = 2e-4
 
 
 def exact(logits: np.ndarray) -> np.ndarray:
@@ -41,14 +42,15 @@ def exact(logits: np.ndarray) -> np.ndarray:
 def check(rig: Rig, prompt: tuple[int, ...], entries: Entries, count: int) -> None:
     """The entries are those of a forward pass over the whole prompt."""
     assert len(entries) == len(prompt) and entries[0] is None
-    expected = exact(dense_logits(rig.model, list(prompt)))[:-1]
+    logits = dense_logits(rig.model, list(prompt))
+    expected, tolerance = exact(logits)[:-1], TOLERANCE * float(logits.std())
     for token, row, entry in zip(prompt[1:], expected, entries[1:], strict=True):
         assert entry is not None and entry.token_id == token
-        assert entry.logprob == pytest.approx(row[token], abs=TOLERANCE)
+        assert entry.logprob == pytest.approx(row[token], abs=tolerance)
         assert list(entry.top.values()) == pytest.approx(
-            np.sort(row)[::-1][:count].tolist(), abs=TOLERANCE
+            np.sort(row)[::-1][:count].tolist(), abs=tolerance
         )
-        assert all(row[i] == pytest.approx(p, abs=TOLERANCE) for i, p in entry.top.items())
+        assert all(row[i] == pytest.approx(p, abs=tolerance) for i, p in entry.top.items())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma3", "lara_mini"])

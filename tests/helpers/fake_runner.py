@@ -5,7 +5,7 @@ device may, so a wrong table, a leaked slot or a buffer changed too early gives 
 it can prove wrong on the spot goes to `violations`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +144,7 @@ class FakeRunner:
         self.poisoned_uids: set[int] = set()  # their logits are NaN
         self.unusable_uids: set[int] = set()  # what they ask for leaves nothing to sample
         self.poisoned_rows: set[int] = set()
+        self.num_units_read = self.num_units_written = 0  # pages and slots to and from the host
         self.reset()
         self._lost = False
 
@@ -226,18 +227,45 @@ class FakeRunner:
 
         self.pending.append(run)
 
+    def read(self, group: int, ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """Everything launched so far is run first, as on a device."""
+        while self.pending:
+            self._run_next()
+        self.num_units_read += len(ids)
+        if group in self.cells:
+            return {f"{group}.cells": self.cells[group][list(ids)]}
+        states = [self.states[group][id_] or (-1, -1) for id_ in ids]
+        return {f"{group}.states": np.array(states, np.int64)}
+
+    def write(
+        self, group: int, ids: Sequence[int], arrays: Mapping[str, np.ndarray], owner: int
+    ) -> None:
+        def run() -> None:
+            if group in self.cells:
+                self.cells[group][list(ids)] = arrays[f"{group}.cells"]
+                return
+            for id_, (value, length) in zip(ids, arrays[f"{group}.states"].tolist(), strict=True):
+                self.states[group][id_] = (value, length)
+                self.owners[group][id_] = owner
+
+        self.num_units_written += len(ids)
+        self.pending.append(run)
+
     def _read(self, step: _Pending, name: str) -> np.ndarray:
         while step.results is None:
-            first = self.pending.pop(0)
-            if not isinstance(first, _Pending):
-                first()
-                continue
-            if first.error is not None:
-                self.pending.clear()
-                self._lost = True
-                raise first.error
-            self._run(first)
+            self._run_next()
         return step.results[name]
+
+    def _run_next(self) -> None:
+        first = self.pending[0]
+        if isinstance(first, _Pending) and first.error is not None:
+            self._lost = True  # and whatever waits for it fails as well
+            raise first.error
+        del self.pending[0]
+        if isinstance(first, _Pending):
+            self._run(first)
+        else:
+            first()
 
     def _complain(self, text: str) -> None:
         self.violations.append(text)

@@ -225,6 +225,8 @@ def test_it_describes_model_server_and_memory(client: Client, bundled: Bundled) 
         "full", "window", "linear", "rows",
     }  # fmt: skip
     assert all(cache.used <= cache.total for cache in memory.caches)
+    assert memory.recomputed_tokens == bundled.engine.stats().recomputed_tokens
+    assert memory.swap.total_bytes == bundled.engine.config.swap_bytes
 
 
 BAD: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {

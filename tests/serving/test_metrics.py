@@ -141,6 +141,31 @@ def test_failures_are_counted_by_their_kind(loop_thread: LoopThread) -> None:
     served.close()
 
 
+def test_preemptions_say_what_was_saved_and_what_was_lost(loop_thread: LoopThread) -> None:
+    """Two sequences, of which one has to wait for the other's pages."""
+    runner = FakeRunner((FULL, STATE), (11, 4), small_config(swap_bytes=10_000, run_ahead=False))
+    engine, metrics = Engine(runner, None), Metrics("toy")
+    served = AsyncEngine(engine, None, observers=(metrics.observe,))
+    metrics.watch(served)
+    server = HttpServer(loop_thread, served, metrics)
+    for i in range(2):
+        engine.add_request(Request(f"r{i}", tuple(range(6 + i)), greedy(30)))
+    while engine.has_work():
+        engine.step()
+    swap = engine.stats().swap
+    samples = scrape(server)
+    assert samples.total("num_preemptions_total") == samples.total("swapped_out_total") == 1
+    assert samples.total("swapped_in_total") == 1
+    assert samples.total("recomputed_tokens_total") == 0
+    assert samples.total("swap_total_bytes") == 10_000
+    assert samples.total("swap_peak_bytes") == swap.peak_bytes > 0
+    assert samples.total("swap_used_bytes") == 0
+    info = httpx.get(f"{server.url}/server_info").json()
+    assert info["swap"]["num_in"] == 1 and info["recomputed_tokens"] == 0
+    server.close()
+    served.close()
+
+
 def test_server_info_describes_model_caches_and_kernels(
     serve_bundled: Serve, bundled: Bundled
 ) -> None:
