@@ -21,6 +21,10 @@ class SnapshotError(HybridJaxError, ValueError):
     """A snapshot cannot be made, read or restored."""
 
 
+class SnapshotTooLarge(SnapshotError):
+    """A snapshot needs more pages or slots than are free now."""
+
+
 class StateOwnerMismatch(HybridJaxError):
     """A sequence's state slot held another sequence's state. The sequence was ended."""
 

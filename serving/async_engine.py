@@ -9,9 +9,11 @@ import contextvars
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.engine.engine import Engine
@@ -22,6 +24,7 @@ from hybrid_jax.tokenizer import HFTokenizer
 from serving.errors import ShuttingDown
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_FAILURES = 3  # steps in a row that raise instead of ending requests; then the engine is dead
 LONG_TEXT = 4096  # characters; longer texts are encoded in a thread, the loop must not wait
@@ -34,8 +37,16 @@ class TokenStream(AsyncIterator[TokenEvent]):
     loop that it was made in.
     """
 
-    def __init__(self, request: Request, abort: Callable[[str], object], *, whole: bool) -> None:
+    def __init__(
+        self,
+        request: Request,
+        abort: Callable[[str], object],
+        *,
+        whole: bool,
+        on_event: "Listener | None",
+    ) -> None:
         self.request = request
+        self.on_event = on_event
         self.arrived = time.monotonic()
         self.first_token_at: float | None = None
         self.last_token_at: dict[int, float] = {}  # by completion
@@ -96,6 +107,9 @@ class TokenStream(AsyncIterator[TokenEvent]):
             self._queue.put_nowait(item)
 
 
+Listener = Callable[[Engine, TokenEvent], None]
+"""Hears of every event of one request in the engine thread, whether anybody reads it or not."""
+
 Observer = Callable[[TokenStream, TokenEvent, float], None]
 """Hears of every event in the engine thread, with the time; the stream's times are older."""
 
@@ -124,6 +138,7 @@ class AsyncEngine:
         self._on_death = on_death
         self._changed = threading.Condition()  # guards what follows; notified of every change
         self._streams: dict[str, TokenStream] = {}  # until their final event
+        self._calls: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
         self._draining = False
         self._closing = False
         self._step_began: float | None = None  # None: nothing to do
@@ -133,18 +148,21 @@ class AsyncEngine:
         """Starts the engine thread."""
         self._thread.start()
 
-    def generate(self, request: Request, *, whole: bool = False) -> TokenStream:
+    def generate(
+        self, request: Request, *, whole: bool = False, on_event: Listener | None = None
+    ) -> TokenStream:
         """Accepts a request; its stream has exactly one final event, or raises `EngineDead`.
 
         Args:
             request: ids must differ among requests that have not ended.
             whole: hand the events over all at once when the request has ended, which is cheaper.
+            on_event: hears of its events in the engine thread.
 
         Raises:
             InvalidRequest: it can never be served. QueueFull: retry later.
             ShuttingDown: no request is accepted any more. EngineDead: nor will it ever be.
         """
-        stream = TokenStream(request, self.abort, whole=whole)
+        stream = TokenStream(request, self.abort, whole=whole, on_event=on_event)
         with self._changed:
             if self.death is not None:
                 raise self.death
@@ -165,6 +183,26 @@ class AsyncEngine:
             known = self._engine.abort(request_id)
             self._changed.notify_all()
         return known
+
+    def submit(self, work: Callable[[Engine], T]) -> Future[T]:
+        """Has the engine thread run `work` between two steps, in the order of submission.
+
+        The future fails with what `work` raises, or with EngineDead or ShuttingDown.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            if self.death is not None:
+                future.set_exception(self.death)
+            elif self._closing:
+                future.set_exception(ShuttingDown("the server is shutting down"))
+            else:
+                self._calls.append((work, future))
+                self._changed.notify_all()
+        return future
+
+    async def between_steps(self, work: Callable[[Engine], T]) -> T:
+        """What `work` returns; see `submit`."""
+        return await asyncio.wrap_future(self.submit(work))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises InvalidRequest if there are none, or no tokenizer."""
@@ -251,6 +289,7 @@ class AsyncEngine:
         failures = 0
         try:
             while self._wait_for_work():
+                self._answer_calls()
                 try:
                     events = self._engine.step()
                     failures = 0
@@ -263,6 +302,7 @@ class AsyncEngine:
                 self._deliver(events)
                 if self._engine.dead is not None and not self._engine.has_work():
                     raise self._engine.dead
+            self._answer_calls()
             self._engine.close()
             self._deliver(self._engine.step())
         except Exception as error:
@@ -274,9 +314,21 @@ class AsyncEngine:
         with self._changed:
             if not self._engine.has_work():
                 self._step_began = None
-                self._changed.wait_for(lambda: self._closing or self._engine.has_work())
+                self._changed.wait_for(
+                    lambda: self._closing or self._calls or self._engine.has_work()
+                )
             self._step_began = time.monotonic()
             return not self._closing
+
+    def _answer_calls(self) -> None:
+        while self._calls:
+            work, future = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work(self._engine))
+            except Exception as error:
+                future.set_exception(error)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         now = time.monotonic()
@@ -284,6 +336,8 @@ class AsyncEngine:
         with self._changed:
             for event in events:
                 stream = self._streams[event.request_id]
+                if stream.on_event is not None:
+                    stream.on_event(self._engine, event)
                 for observe in self._observers:
                     observe(stream, event, now)
                 if ready := stream.take(event, now):
@@ -306,11 +360,15 @@ class AsyncEngine:
             self.death = dead
             streams = list(self._streams.values())
             self._streams.clear()
+            calls, self._calls = self._calls, deque()
             self._step_began = None
             self._changed.notify_all()
         for stream in streams:
             with suppress(RuntimeError):
                 stream.loop.call_soon_threadsafe(stream.put, [dead])
+        for _, future in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(dead)
         self._on_death()
 
 

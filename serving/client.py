@@ -19,6 +19,7 @@ from serving.grpc_api.inference_pb2_grpc import InferenceServiceStub
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text, token ids, or the messages of a conversation (`{"role": ..., "content": ...}`)."""
 
+_PIECE = 2**20  # bytes of a snapshot per message
 _OPTIONS = (("grpc.max_receive_message_length", -1),)
 
 
@@ -32,17 +33,30 @@ def prompt_message(prompt: PromptLike) -> pb.Prompt:
     return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
 
 
-def _request(prompt: PromptLike, request_id: str, sampling: dict[str, Any]) -> pb.GenerateRequest:
+def _request(
+    prompt: PromptLike, sampling: dict[str, Any], *, request_id: str = "", session_id: str = ""
+) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         prompt=prompt_message(prompt),
         sampling=pb.SamplingParams(**sampling),
         request_id=request_id,
+        session_id=session_id,
     )
 
 
-def _batch(prompts: Sequence[PromptLike], sampling: dict[str, Any]) -> pb.GenerateBatchRequest:
-    requests = [_request(prompt, "", sampling) for prompt in prompts]
+def _batch(
+    prompts: Sequence[PromptLike], sampling: dict[str, Any], *, session_id: str = ""
+) -> pb.GenerateBatchRequest:
+    requests = [_request(prompt, sampling, session_id=session_id) for prompt in prompts]
     return pb.GenerateBatchRequest(requests=requests)
+
+
+def _restore_requests(data: bytes, file: str) -> Iterator[pb.RestoreRequest]:
+    if file:
+        yield pb.RestoreRequest(file=file)
+        return
+    for start in range(0, len(data), _PIECE):
+        yield pb.RestoreRequest(data=data[start : start + _PIECE])
 
 
 def _metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
@@ -94,18 +108,28 @@ class Client:
         prompt: PromptLike,
         *,
         request_id: str = "",
+        session_id: str = "",
         timeout: float | None = None,
         **sampling: Any,
     ) -> Iterator[pb.GenerateResponse]:
-        """Completes a prompt, piece by piece; `timeout` in seconds. `cancel()` of it ends it."""
-        request = _request(prompt, request_id, sampling)
+        """Completes a prompt, piece by piece; `timeout` in seconds. `cancel()` of it ends it.
+
+        With `session_id` the prompt and its completion are that session's next turn.
+        """
+        request = _request(prompt, sampling, request_id=request_id, session_id=session_id)
         return self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
 
     def generate(
-        self, prompt: PromptLike, *, timeout: float | None = None, **sampling: Any
+        self,
+        prompt: PromptLike,
+        *,
+        session_id: str = "",
+        timeout: float | None = None,
+        **sampling: Any,
     ) -> pb.GenerateResult:
-        """Completes a prompt."""
-        return self.generate_batch([prompt], timeout=timeout, **sampling)[0]
+        """Completes a prompt; with `session_id` as that session's next turn."""
+        batch = _batch([prompt], sampling, session_id=session_id)
+        return self._call("GenerateBatch", batch, timeout).results[0]
 
     def generate_batch(
         self, prompts: Sequence[PromptLike], *, timeout: float | None = None, **sampling: Any
@@ -128,6 +152,32 @@ class Client:
     def abort(self, request_id: str) -> bool:
         """Ends a request; False if there is none of that id."""
         return self._call("Abort", pb.AbortRequest(request_id=request_id)).known
+
+    def open_session(self) -> str:
+        """The id of a new session: a conversation that computes every token once."""
+        return self._call("OpenSession", pb.OpenSessionRequest()).session_id
+
+    def sessions(self) -> list[pb.Session]:
+        """The sessions of all clients."""
+        return list(self._call("ListSessions", pb.ListSessionsRequest()).sessions)
+
+    def close_session(self, session_id: str) -> None:
+        """Gives a session's memory back and aborts its turn, if one is under way."""
+        self._call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
+
+    def fork(self, session_id: str) -> str:
+        """The id of another session with the same past."""
+        return self._call("Fork", pb.ForkRequest(session_id=session_id)).session_id
+
+    def snapshot(self, session_id: str, *, file: str = "") -> bytes:
+        """A session's memory, as a safetensors file; or nothing, if it goes to `file` in the
+        server's snapshot directory."""
+        request = pb.SnapshotRequest(session_id=session_id, file=file)
+        return b"".join(piece.data for piece in self._call("Snapshot", request))
+
+    def restore(self, snapshot: bytes = b"", *, file: str = "") -> str:
+        """The id of a new session that goes on from a snapshot, or from one of the server's."""
+        return self._call("Restore", _restore_requests(snapshot, file)).session_id
 
     def model_info(self) -> pb.GetModelInfoResponse:
         """The model's layers and the limits on requests."""
@@ -179,18 +229,28 @@ class AsyncClient:
         prompt: PromptLike,
         *,
         request_id: str = "",
+        session_id: str = "",
         timeout: float | None = None,
         **sampling: Any,
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Completes a prompt, piece by piece; `timeout` in seconds. `cancel()` of it ends it."""
-        request = _request(prompt, request_id, sampling)
+        """Completes a prompt, piece by piece; `timeout` in seconds. `cancel()` of it ends it.
+
+        With `session_id` the prompt and its completion are that session's next turn.
+        """
+        request = _request(prompt, sampling, request_id=request_id, session_id=session_id)
         return self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
 
     async def generate(
-        self, prompt: PromptLike, *, timeout: float | None = None, **sampling: Any
+        self,
+        prompt: PromptLike,
+        *,
+        session_id: str = "",
+        timeout: float | None = None,
+        **sampling: Any,
     ) -> pb.GenerateResult:
-        """Completes a prompt."""
-        return (await self.generate_batch([prompt], timeout=timeout, **sampling))[0]
+        """Completes a prompt; with `session_id` as that session's next turn."""
+        batch = _batch([prompt], sampling, session_id=session_id)
+        return (await self._call("GenerateBatch", batch, timeout)).results[0]
 
     async def generate_batch(
         self, prompts: Sequence[PromptLike], *, timeout: float | None = None, **sampling: Any
@@ -215,6 +275,33 @@ class AsyncClient:
     async def abort(self, request_id: str) -> bool:
         """Ends a request; False if there is none of that id."""
         return (await self._call("Abort", pb.AbortRequest(request_id=request_id))).known
+
+    async def open_session(self) -> str:
+        """The id of a new session: a conversation that computes every token once."""
+        return (await self._call("OpenSession", pb.OpenSessionRequest())).session_id
+
+    async def sessions(self) -> list[pb.Session]:
+        """The sessions of all clients."""
+        return list((await self._call("ListSessions", pb.ListSessionsRequest())).sessions)
+
+    async def close_session(self, session_id: str) -> None:
+        """Gives a session's memory back and aborts its turn, if one is under way."""
+        await self._call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
+
+    async def fork(self, session_id: str) -> str:
+        """The id of another session with the same past."""
+        return (await self._call("Fork", pb.ForkRequest(session_id=session_id))).session_id
+
+    async def snapshot(self, session_id: str, *, file: str = "") -> bytes:
+        """A session's memory, as a safetensors file; or nothing, if it goes to `file` in the
+        server's snapshot directory."""
+        request = pb.SnapshotRequest(session_id=session_id, file=file)
+        call = self._stub.Snapshot(request, metadata=self._metadata)
+        return b"".join([piece.data async for piece in call])
+
+    async def restore(self, snapshot: bytes = b"", *, file: str = "") -> str:
+        """The id of a new session that goes on from a snapshot, or from one of the server's."""
+        return (await self._call("Restore", _restore_requests(snapshot, file))).session_id
 
     async def model_info(self) -> pb.GetModelInfoResponse:
         """The model's layers and the limits on requests."""

@@ -94,6 +94,13 @@ class ServerConfig(_EngineSettings):
     max_prompts: int = setting("Limits", "Prompts per request.", 64)
     max_stop: int = setting("Limits", "Stop strings per request.", 16)
 
+    max_sessions: int = setting("Limits", "Sessions open at once; each pins its memory.", 16)
+    session_idle_seconds: float = setting("Limits", "Until an unused session is closed.", 600.0)
+    max_snapshot_bytes: int = setting("Limits", "Of one snapshot that a client sends.", 2**30)
+    snapshot_dir: Path | None = setting(
+        "Limits", "Where clients may have the server keep snapshots. Without it: nowhere.", None
+    )
+
     drain_seconds: float = setting("Operations", "From SIGTERM until requests are aborted.", 30.0)
     stall_seconds: float = setting("Operations", "Longest healthy step.", 60.0)
     log_level: Literal["debug", "info", "warning", "error"] = setting(
@@ -106,12 +113,24 @@ class ServerConfig(_EngineSettings):
     def _consistent(self) -> "ServerConfig":
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file go together; give both or neither")
-        for name in ("max_body_bytes", "max_n", "max_prompts", "max_stop"):
+        for name in (
+            "max_body_bytes",
+            "max_n",
+            "max_prompts",
+            "max_stop",
+            "max_snapshot_bytes",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("http_port", "grpc_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65_535:
                 raise ValueError(f"{name} must be from 0 to 65535, got {getattr(self, name)}")
+        if self.max_sessions < 0 or self.session_idle_seconds <= 0:
+            raise ValueError(
+                "max_sessions must not be negative, session_idle_seconds must be positive"
+            )
+        if self.snapshot_dir is not None and not self.snapshot_dir.is_dir():
+            raise ValueError(f"snapshot_dir {self.snapshot_dir} is no directory; make it first")
         if self.drain_seconds < 0 or self.stall_seconds <= 0:
             raise ValueError("drain_seconds must not be negative, stall_seconds must be positive")
         self.engine_options()

@@ -9,6 +9,8 @@ from hybrid_jax.errors import (
     InvalidRequest,
     NothingToSample,
     QueueFull,
+    SnapshotError,
+    SnapshotTooLarge,
 )
 
 
@@ -21,7 +23,7 @@ class Unauthorized(ServingError):
 
 
 class NotFound(ServingError):
-    """There is no model, request or route of that name."""
+    """There is no model, request, session, snapshot or route of that name."""
 
 
 class RequestTooLarge(ServingError):
@@ -30,6 +32,18 @@ class RequestTooLarge(ServingError):
 
 class ShuttingDown(ServingError):
     """The server ends what it has accepted and accepts nothing more."""
+
+
+class TooManySessions(ServingError):
+    """As many sessions are open as may be."""
+
+
+class SessionBusy(ServingError):
+    """The session has a turn under way."""
+
+
+class NoSnapshotDirectory(ServingError):
+    """The server has no place for files of snapshots."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,10 @@ class ErrorKind:
 
 
 INVALID = ErrorKind(400, "invalid_request_error", "invalid_value", "INVALID_ARGUMENT")
+_PRECONDITION = ErrorKind(
+    409, "invalid_request_error", "failed_precondition", "FAILED_PRECONDITION"
+)
+_EXHAUSTED = ErrorKind(429, "rate_limit_error", "resource_exhausted", "RESOURCE_EXHAUSTED")
 INTERNAL = ErrorKind(500, "server_error", "internal_error", "INTERNAL")
 
 # The first class that an error is an instance of decides; everything else is INTERNAL.
@@ -56,6 +74,11 @@ ERROR_KINDS: dict[type[Exception], ErrorKind] = {
     RequestTooLarge: ErrorKind(
         413, "invalid_request_error", "request_too_large", "RESOURCE_EXHAUSTED"
     ),
+    SnapshotTooLarge: _EXHAUSTED,
+    SnapshotError: _PRECONDITION,
+    SessionBusy: _PRECONDITION,
+    NoSnapshotDirectory: _PRECONDITION,
+    TooManySessions: _EXHAUSTED,
     QueueFull: ErrorKind(429, "rate_limit_error", "queue_full", "RESOURCE_EXHAUSTED", 1),
     ShuttingDown: ErrorKind(503, "server_error", "shutting_down", "UNAVAILABLE", 5),
     EngineDead: ErrorKind(503, "server_error", "engine_dead", "UNAVAILABLE", 30),

@@ -50,7 +50,7 @@ class Snapshot:
         """Reads what `save` wrote.
 
         Raises:
-            SnapshotError: it is no snapshot, or one of another version.
+            SnapshotError: it is no snapshot, or one of another version, or damaged.
         """
         try:
             with safe_open(path, "numpy") as file:
@@ -63,6 +63,9 @@ class Snapshot:
                 f"{path} is no snapshot of version {VERSION} (it says "
                 f"{metadata.get('version')!r}); make it again with this version of hybrid-jax"
             )
-        tokens = tuple(arrays.pop(_TOKENS).tolist())
-        length, page_size = int(metadata["length"]), int(metadata["page_size"])
-        return cls(tokens, length, metadata["model"], page_size, arrays)
+        try:
+            tokens = tuple(arrays.pop(_TOKENS).astype(np.int32).reshape(-1).tolist())
+            length, page_size = int(metadata["length"]), int(metadata["page_size"])
+            return cls(tokens, length, metadata["model"], page_size, arrays)
+        except (KeyError, ValueError) as error:
+            raise SnapshotError(f"{path} is a damaged snapshot: {error!r}") from error

@@ -84,7 +84,7 @@ class BatchBuilder:
             "counts": np.array((num_decode, num_rows), np.int32),
             "tables": tables,
         }
-        masks, targets = self._masks(sequences, size), self._targets(sequences, width)
+        masks, targets = self._masks(sequences, size), self._targets(plan, width)
         return StepBatch(**arrays, kind=kind, masks=masks, targets=targets)
 
     def padding_batches(self) -> Iterator[StepBatch]:
@@ -120,9 +120,9 @@ class BatchBuilder:
         return token_ids, positions
 
     @staticmethod
-    def _targets(sequences: list[Sequence], width: int) -> Any:
+    def _targets(plan: Schedule, width: int) -> Any:
         """The prompt tokens whose log probabilities are asked for, i32[T]; None when none are."""
-        spans = prompt_spans(sequences)
+        spans = prompt_spans(plan)
         if not spans:
             return None
         targets = np.full(width, -1, np.int32)

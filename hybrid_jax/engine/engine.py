@@ -257,7 +257,7 @@ class Engine:
             self._fail_step(plan.sequences, error)
             return None
         self._num_steps += 1
-        spans = prompt_spans(plan.sequences)
+        spans = prompt_spans(plan)
         return InFlight([_advance(self._cache, s) for s in plan.sequences], spans, output)
 
     def _finish(self, step: InFlight) -> None:
@@ -383,9 +383,8 @@ def _make_sequences(
     """One waiting sequence per completion, with consecutive seeds."""
     seed = _seed(request.params, engine_seed, first_arrival)
     # One list for all completions; the first token has nothing before it that predicts it.
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    if request.params.prompt_logprobs is not None:
-        prompt_logprobs = [None]
+    asks = request.params.prompt_logprobs is not None
+    prompt_logprobs: list[TokenLogprob | None] | None = [None] if asks else None
     return [
         Sequence(
             request=request,

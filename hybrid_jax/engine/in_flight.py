@@ -1,11 +1,11 @@
 """A launched step: what the host must remember of it, and what it reads when the step is done."""
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from hybrid_jax.engine.scheduler import Schedule
 from hybrid_jax.engine.types import Sequence, TokenLogprob
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ class PromptSpan:
     targets: tuple[int, ...]
 
 
-def prompt_spans(sequences: SequenceOf[Sequence]) -> list[PromptSpan]:
-    """What to ask of the step that `sequences` are scheduled in, in batch order."""
-    spans, start = [], 0
-    for sequence in sequences:
+def prompt_spans(plan: Schedule) -> list[PromptSpan]:
+    """What to ask of a step that is about to be launched."""
+    spans, start = [], len(plan.decode)
+    for sequence in plan.prefill.values():
         count, position = sequence.num_scheduled_tokens, sequence.num_computed_tokens
         if sequence.needs_prompt_logprobs:
             targets = sequence.request.prompt_token_ids[position + 1 : position + 1 + count]

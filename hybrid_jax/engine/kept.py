@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from hybrid_jax.cache.plan import pages_for
 from hybrid_jax.cache.prefix import Prefix
 from hybrid_jax.cache.snapshot import Snapshot
 from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.types import MAX_UID, Sequence, StepRunner, TokenEvent
-from hybrid_jax.errors import SnapshotError
-from hybrid_jax.specs import CacheGroup
+from hybrid_jax.errors import SnapshotError, SnapshotTooLarge
+
+_DAMAGED = "it is damaged, make it again"
 
 
 class KeptPrefixes:
@@ -38,12 +40,19 @@ class KeptPrefixes:
         """Keeps what a running sequence has computed. It may go on: it writes elsewhere then."""
         prefix = self._cache.prefixes.of(sequence)
         tokens = tuple(sequence.token_ids[: prefix.length])
-        return self.share(replace(prefix, token_ids=tokens))
+        prefix = replace(prefix, token_ids=tokens)
+        self._cache.prefixes.pin(prefix)
+        return prefix
+
+    def holds(self, prefix: Prefix) -> bool:
+        """Whether the memory of a prefix is still there."""
+        return prefix in self._cache.prefixes.kept
 
     def share(self, prefix: Prefix) -> Prefix:
-        """A second hold on the same memory: a fork of what follows."""
+        """A second hold on the same memory: a fork of what follows. That of a void one is void."""
         copy = replace(prefix)
-        self._cache.prefixes.pin(copy)
+        if self.holds(prefix):
+            self._cache.prefixes.pin(copy)
         return copy
 
     def drop(self, prefix: Prefix) -> None:
@@ -65,7 +74,7 @@ class KeptPrefixes:
         Raises:
             SnapshotError: the prefix is void.
         """
-        if prefix not in self._cache.prefixes.kept:
+        if not self.holds(prefix):
             raise SnapshotError("the session's memory is gone; generate once more to compute it")
         arrays: dict[str, np.ndarray] = {}
         for group, ids in enumerate(prefix.ids):
@@ -77,14 +86,15 @@ class KeptPrefixes:
         """Puts a snapshot into pages and slots of this engine.
 
         Raises:
-            SnapshotError: it is of another model, dtype or page size, or does not fit.
+            SnapshotError: it is of another model, dtype or page size, or damaged.
+            SnapshotTooLarge: it does not fit.
         """
         self._check(snapshot)
         pools = self._cache.pools
-        counts = [_count(snapshot, group) for group in self._runner.groups]
+        counts = [self._count(snapshot, group) for group in range(len(pools))]
         for group, (pool, count) in enumerate(zip(pools, counts, strict=True)):
             if pool.num_free < count:
-                raise SnapshotError(
+                raise SnapshotTooLarge(
                     f"the snapshot needs {count} {pool.noun}s of cache group {group} and "
                     f"{pool.num_free} are free; close sessions or give the caches more memory"
                 )
@@ -112,8 +122,28 @@ class KeptPrefixes:
                 f"{self._cache.page_size}; restore it with page_size={snapshot.page_size}"
             )
 
+        if not 0 < snapshot.length <= len(snapshot.token_ids):
+            raise SnapshotError(
+                f"the snapshot has {len(snapshot.token_ids)} tokens and says that "
+                f"{snapshot.length} are computed; {_DAMAGED}"
+            )
 
-def _count(snapshot: Snapshot, group: CacheGroup) -> int:
-    """Pages or slots of the snapshot in one cache group."""
-    layer = f"{group.layers[0]}."
-    return next(len(array) for name, array in snapshot.arrays.items() if name.startswith(layer))
+    def _count(self, snapshot: Snapshot, g: int) -> int:
+        """Pages or slots of the snapshot in cache group `g`. Raises SnapshotError."""
+        pages = pages_for(snapshot.length, self._cache.page_size)
+        group = self._cache.page_groups.get(g)
+        least = 1 if group is None else pages - group.first_live_page(snapshot.length)
+        most = 1 if group is None else pages
+        counts = set[int]()
+        for name, like in self._runner.read(g, [0]).items():
+            array = snapshot.arrays.get(name)
+            if array is None or (array.dtype, array.shape[1:]) != (like.dtype, like.shape[1:]):
+                what = "missing" if array is None else f"{array.dtype}{list(array.shape)}"
+                raise SnapshotError(f"the snapshot's {name} is {what}; {_DAMAGED}")
+            counts.add(len(array))
+        if len(counts) != 1 or not least <= min(counts) <= most:
+            raise SnapshotError(
+                f"the snapshot has {sorted(counts)} pages or slots in cache group {g} and "
+                f"{snapshot.length} tokens need {least} to {most}; {_DAMAGED}"
+            )
+        return counts.pop()

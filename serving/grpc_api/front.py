@@ -12,6 +12,7 @@ from serving.grpc_api import inference_pb2 as pb
 from serving.grpc_api.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from serving.grpc_api.servicer import Servicer
 from serving.grpc_api.status import ApiKeys
+from serving.sessions import Sessions
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 FLUSH_SECONDS = 5.0  # for calls that are on their way when all requests have ended
@@ -25,7 +26,8 @@ class GrpcFront:
         self._context = context
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # set at run time
         self._server: grpc.aio.Server | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._sessions = Sessions(context.engine, context.config)
+        self._tasks: list[asyncio.Task[None]] = []
         self.url = ""
 
     async def start(self) -> None:
@@ -40,7 +42,8 @@ class GrpcFront:
                 ("grpc.so_reuseport", 0),  # or a second server would share the port unnoticed
             ],
         )
-        add_InferenceServiceServicer_to_server(Servicer(self._context), self._server)
+        servicer = Servicer(self._context, self._sessions)
+        add_InferenceServiceServicer_to_server(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -49,17 +52,19 @@ class GrpcFront:
         self.url = f"{'grpc' if config.tls_cert_file is None else 'grpcs'}://{host}:{port}"
         await self._report()
         await self._server.start()
-        self._watch = asyncio.create_task(self._keep_reporting())
+        watchers = (self._keep_reporting(), self._sessions.close_idle())
+        self._tasks = [asyncio.create_task(watcher) for watcher in watchers]
 
     async def stop(self) -> None:
         """Refuses new calls, and returns when those under way are answered. Idempotent."""
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._watch
+                await task
         if self._server is not None:
             await self._health.enter_graceful_shutdown()
             await self._server.stop(FLUSH_SECONDS)
+        await self._sessions.close_all()
 
     def _listen(self, server: grpc.aio.Server, address: str) -> int:
         certificate, key = self._context.config.tls_cert_file, self._context.config.tls_key_file

@@ -59,6 +59,36 @@ class InferenceServiceStub:
                 request_serializer=serving_dot_grpc__api_dot_inference__pb2.AbortRequest.SerializeToString,
                 response_deserializer=serving_dot_grpc__api_dot_inference__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.OpenSession = channel.unary_unary(
+                '/hybrid_jax.v1.InferenceService/OpenSession',
+                request_serializer=serving_dot_grpc__api_dot_inference__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc__api_dot_inference__pb2.Session.FromString,
+                _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/hybrid_jax.v1.InferenceService/ListSessions',
+                request_serializer=serving_dot_grpc__api_dot_inference__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc__api_dot_inference__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/hybrid_jax.v1.InferenceService/CloseSession',
+                request_serializer=serving_dot_grpc__api_dot_inference__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc__api_dot_inference__pb2.CloseSessionResponse.FromString,
+                _registered_method=True)
+        self.Fork = channel.unary_unary(
+                '/hybrid_jax.v1.InferenceService/Fork',
+                request_serializer=serving_dot_grpc__api_dot_inference__pb2.ForkRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc__api_dot_inference__pb2.Session.FromString,
+                _registered_method=True)
+        self.Snapshot = channel.unary_stream(
+                '/hybrid_jax.v1.InferenceService/Snapshot',
+                request_serializer=serving_dot_grpc__api_dot_inference__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc__api_dot_inference__pb2.SnapshotPiece.FromString,
+                _registered_method=True)
+        self.Restore = channel.stream_unary(
+                '/hybrid_jax.v1.InferenceService/Restore',
+                request_serializer=serving_dot_grpc__api_dot_inference__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=serving_dot_grpc__api_dot_inference__pb2.Session.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/hybrid_jax.v1.InferenceService/GetModelInfo',
                 request_serializer=serving_dot_grpc__api_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
@@ -112,6 +142,51 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenSession(self, request, context):
+        """Sessions: conversations whose memory stays in the server, so that a turn computes nothing but
+        its new tokens. A Generate with a session_id is the next turn of that session. A turn that
+        fails or is cancelled leaves its session as it was. Sessions that nobody uses are closed after
+        a while, and all of them when the server ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSessions(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseSession(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fork(self, request, context):
+        """Another session with the same past. Neither sees what becomes of the other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Snapshot(self, request, context):
+        """The memory of a session, as a safetensors file: sent in pieces, or written to the server's
+        snapshot directory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request_iterator, context):
+        """A new session that goes on from a snapshot, sent in pieces or read from that directory. Only
+        the model that made it can go on from it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """The model's layers and the limits on requests.
         """
@@ -160,6 +235,36 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=serving_dot_grpc__api_dot_inference__pb2.AbortRequest.FromString,
                     response_serializer=serving_dot_grpc__api_dot_inference__pb2.AbortResponse.SerializeToString,
+            ),
+            'OpenSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSession,
+                    request_deserializer=serving_dot_grpc__api_dot_inference__pb2.OpenSessionRequest.FromString,
+                    response_serializer=serving_dot_grpc__api_dot_inference__pb2.Session.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=serving_dot_grpc__api_dot_inference__pb2.ListSessionsRequest.FromString,
+                    response_serializer=serving_dot_grpc__api_dot_inference__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=serving_dot_grpc__api_dot_inference__pb2.CloseSessionRequest.FromString,
+                    response_serializer=serving_dot_grpc__api_dot_inference__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'Fork': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fork,
+                    request_deserializer=serving_dot_grpc__api_dot_inference__pb2.ForkRequest.FromString,
+                    response_serializer=serving_dot_grpc__api_dot_inference__pb2.Session.SerializeToString,
+            ),
+            'Snapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.Snapshot,
+                    request_deserializer=serving_dot_grpc__api_dot_inference__pb2.SnapshotRequest.FromString,
+                    response_serializer=serving_dot_grpc__api_dot_inference__pb2.SnapshotPiece.SerializeToString,
+            ),
+            'Restore': grpc.stream_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=serving_dot_grpc__api_dot_inference__pb2.RestoreRequest.FromString,
+                    response_serializer=serving_dot_grpc__api_dot_inference__pb2.Session.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -312,6 +417,168 @@ class InferenceService:
             '/hybrid_jax.v1.InferenceService/Abort',
             serving_dot_grpc__api_dot_inference__pb2.AbortRequest.SerializeToString,
             serving_dot_grpc__api_dot_inference__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hybrid_jax.v1.InferenceService/OpenSession',
+            serving_dot_grpc__api_dot_inference__pb2.OpenSessionRequest.SerializeToString,
+            serving_dot_grpc__api_dot_inference__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hybrid_jax.v1.InferenceService/ListSessions',
+            serving_dot_grpc__api_dot_inference__pb2.ListSessionsRequest.SerializeToString,
+            serving_dot_grpc__api_dot_inference__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hybrid_jax.v1.InferenceService/CloseSession',
+            serving_dot_grpc__api_dot_inference__pb2.CloseSessionRequest.SerializeToString,
+            serving_dot_grpc__api_dot_inference__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hybrid_jax.v1.InferenceService/Fork',
+            serving_dot_grpc__api_dot_inference__pb2.ForkRequest.SerializeToString,
+            serving_dot_grpc__api_dot_inference__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Snapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/hybrid_jax.v1.InferenceService/Snapshot',
+            serving_dot_grpc__api_dot_inference__pb2.SnapshotRequest.SerializeToString,
+            serving_dot_grpc__api_dot_inference__pb2.SnapshotPiece.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/hybrid_jax.v1.InferenceService/Restore',
+            serving_dot_grpc__api_dot_inference__pb2.RestoreRequest.SerializeToString,
+            serving_dot_grpc__api_dot_inference__pb2.Session.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,6 +1,7 @@
 """Between the protocol's messages and the library's values."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -11,6 +12,7 @@ from hybrid_jax.engine.types import FinishReason, TokenEvent, TokenLogprob, Usag
 from hybrid_jax.errors import InvalidRequest
 from hybrid_jax.llm import CompletionOutput, RequestOutput
 from serving.grpc_api import inference_pb2 as pb
+from serving.sessions import SessionInfo
 
 _FINISH: dict[FinishReason | None, pb.FinishReason] = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -74,6 +76,11 @@ def result_message(output: RequestOutput) -> pb.GenerateResult:
         usage=_usage(output.usage),
         prompt_logprobs=_logprobs(output.prompt_logprobs or ()),
     )
+
+
+def session_message(info: SessionInfo) -> pb.Session:
+    """A session; the fields have the same names."""
+    return pb.Session(**asdict(info))
 
 
 def _completion_fields(completion: TokenEvent | CompletionOutput) -> dict[str, Any]:

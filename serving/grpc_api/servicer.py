@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 
 import grpc
 
@@ -18,9 +19,12 @@ from serving.grpc_api.messages import (
     event_message,
     result_message,
     sampling_params,
+    session_message,
 )
 from serving.grpc_api.status import Aborted, reported
 from serving.server_info import server_info
+from serving.sessions import Sessions
+from serving.snapshots import SnapshotFiles, from_pieces, pieces_of
 
 Context = grpc.aio.ServicerContext
 
@@ -28,9 +32,11 @@ Context = grpc.aio.ServicerContext
 class Servicer(InferenceServiceServicer):
     """Serves one engine, in the event loop that its server runs in."""
 
-    def __init__(self, server: ServerContext) -> None:
+    def __init__(self, server: ServerContext, sessions: Sessions) -> None:
         self._server = server
         self._engine = server.engine
+        self._sessions = sessions
+        self._files = SnapshotFiles(server.config.snapshot_dir)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
@@ -92,6 +98,62 @@ class Servicer(InferenceServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends a request of any client."""
         return pb.AbortResponse(known=self._engine.abort(request.request_id))
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.Session:
+        """A session without tokens."""
+        async with reported(context):
+            return session_message(await self._sessions.open())
+        raise AssertionError("unreachable")
+
+    async def ListSessions(
+        self, request: pb.ListSessionsRequest, context: Context
+    ) -> pb.ListSessionsResponse:
+        """The sessions of all clients."""
+        async with reported(context):
+            found = await self._sessions.infos()
+            return pb.ListSessionsResponse(sessions=map(session_message, found))
+        raise AssertionError("unreachable")
+
+    async def CloseSession(
+        self, request: pb.CloseSessionRequest, context: Context
+    ) -> pb.CloseSessionResponse:
+        """Gives a session's memory back."""
+        async with reported(context):
+            await self._sessions.close(request.session_id)
+            return pb.CloseSessionResponse()
+        raise AssertionError("unreachable")
+
+    async def Fork(self, request: pb.ForkRequest, context: Context) -> pb.Session:
+        """A session with the same past."""
+        async with reported(context):
+            return session_message(await self._sessions.fork(request.session_id))
+        raise AssertionError("unreachable")
+
+    async def Snapshot(
+        self, request: pb.SnapshotRequest, context: Context
+    ) -> AsyncIterator[pb.SnapshotPiece]:
+        """Sends a session's memory, or writes it to a file."""
+        async with reported(context):
+            snapshot = await self._sessions.snapshot(request.session_id)
+            if request.file:
+                await self._files.save(snapshot, request.file)
+                return
+            async for piece in pieces_of(snapshot):
+                yield pb.SnapshotPiece(data=piece)
+
+    async def Restore(
+        self, request_iterator: AsyncIterator[pb.RestoreRequest], context: Context
+    ) -> pb.Session:
+        """A session from a snapshot that is sent or in a file."""
+        async with reported(context):
+            first = await anext(aiter(request_iterator), pb.RestoreRequest())
+            if first.file:
+                snapshot = await self._files.load(first.file)
+            else:
+                most = self._server.config.max_snapshot_bytes
+                snapshot = await from_pieces(_data(first, request_iterator), most)
+            return session_message(await self._sessions.restore(snapshot))
+        raise AssertionError("unreachable")
 
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
@@ -161,11 +223,27 @@ class Servicer(InferenceServiceServicer):
         self._server.check_model(request.model or None)
         params = sampling_params(request.sampling)
         self._server.check_params(params)
+        request_id = request.request_id or new_id("grpc")
+        if request.session_id:
+            encode = partial(self._encode_turn, request.prompt)
+            return await self._sessions.generate(
+                request.session_id, encode, params, request_id, whole=whole
+            )
         text, ids = await self._encode(request.prompt)
-        wanted = Request(request.request_id or new_id("grpc"), tuple(ids), params, text)
+        wanted = Request(request_id, tuple(ids), params, text)
         if params.structured is not None:
             await self._engine.check(wanted)
         return self._engine.generate(wanted, whole=whole)
+
+    async def _encode_turn(
+        self, prompt: pb.Prompt, known: tuple[int, ...]
+    ) -> tuple[str | None, list[int]]:
+        """What a session's turn adds to the tokens it knows. Raises InvalidRequest."""
+        if known and prompt.WhichOneof("kind") == "chat":
+            raise InvalidRequest(
+                "a session goes on with text or token_ids; only its first prompt may be a chat"
+            )
+        return await self._encode(prompt, add_special_tokens=not known)
 
     async def _encode(
         self, prompt: pb.Prompt, *, add_special_tokens: bool = True
@@ -180,6 +258,14 @@ class Servicer(InferenceServiceServicer):
             messages, template_args = conversation(prompt.chat)
             return await self._engine.encode_chat(messages, **template_args)
         raise InvalidRequest("there is no prompt; give text, token_ids or a chat with messages")
+
+
+async def _data(
+    first: pb.RestoreRequest, rest: AsyncIterator[pb.RestoreRequest]
+) -> AsyncIterator[bytes]:
+    yield first.data
+    async for request in rest:
+        yield request.data
 
 
 def _checked(output: RequestOutput) -> RequestOutput:

@@ -192,6 +192,44 @@ def test_a_snapshot_of_something_else_is_refused(rig: GetRig, tmp_path: Path) ->
     rig_.assert_clean(engine)
 
 
+def test_a_damaged_snapshot_is_refused_and_takes_nothing(rig: GetRig) -> None:
+    rig_ = rig("lara_mini")
+    llm, engine = opened(rig_)
+    session = llm.session()
+    say(session, rig_, 23, 7, 0)
+    good = session.snapshot()
+    used = [group.used for group in engine.stats().caches]
+    for name, array in good.arrays.items():
+        for bad in (None, array[..., :-1], array[:0], np.repeat(array, 9, 0), array.astype("f2")):
+            arrays = {k: v for k, v in good.arrays.items() if k != name}
+            arrays |= {} if bad is None else {name: bad}
+            with pytest.raises(SnapshotError, match="it is damaged, make it again"):
+                llm.session(replace(good, arrays=arrays))
+    for length in (0, -1, len(good.token_ids) + 1, 3):  # 3 tokens do not need so many pages
+        with pytest.raises(SnapshotError, match="it is damaged, make it again"):
+            llm.session(replace(good, length=length))
+    assert [group.used for group in engine.stats().caches] == used
+    with llm.session(good) as restored:
+        say(restored, rig_, 2, 3, 1)
+    session.close()
+    rig_.assert_clean(engine)
+
+
+def test_a_fork_of_a_session_whose_memory_is_gone_computes_it_again(rig: GetRig) -> None:
+    rig_ = rig("lara_mini")
+    llm, engine = opened(rig_)
+    session = llm.session()
+    say(session, rig_, 9, 3, 0)
+    assert session._prefix is not None
+    engine.kept.drop(session._prefix)  # as an interrupt during a turn does
+    engine.clear_prefix_cache()
+    with session.fork() as fork:
+        assert say(fork, rig_, 4, 3, 1) == 0
+    assert say(session, rig_, 4, 3, 2) >= 0
+    session.close()
+    rig_.assert_clean(engine)
+
+
 def test_a_session_refuses_what_it_cannot_do_and_goes_on(rig: GetRig) -> None:
     rig_ = rig("lara_mini")
     llm, engine = opened(rig_)
