@@ -133,6 +133,7 @@ class AsyncEngine:
         """
         self.tokenizer = tokenizer
         self.death: Exception | None = None  # why the engine thread gave up
+        self.live_bytes = engine.memory().live  # by class; the arrays' sizes never change
         self._engine = engine
         self._observers = tuple(observers)
         self._on_death = on_death

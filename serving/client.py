@@ -188,7 +188,7 @@ class Client:
         return self._call("GetServerInfo", pb.GetServerInfoRequest())
 
     def memory(self) -> pb.GetMemoryResponse:
-        """Sequences, and the use of every kind of cache."""
+        """Sequences, and the use and bytes of every kind of memory."""
         return self._call("GetMemory", pb.GetMemoryRequest())
 
     def _call(self, method: str, request: Any, timeout: float | None = None) -> Any:
@@ -312,7 +312,7 @@ class AsyncClient:
         return await self._call("GetServerInfo", pb.GetServerInfoRequest())
 
     async def memory(self) -> pb.GetMemoryResponse:
-        """Sequences, and the use of every kind of cache."""
+        """Sequences, and the use and bytes of every kind of memory."""
         return await self._call("GetMemory", pb.GetMemoryRequest())
 
     async def _call(self, method: str, request: Any, timeout: float | None = None) -> Any:

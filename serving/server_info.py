@@ -31,6 +31,8 @@ class CacheInfo:
     cached: int
     peak: int
     fragmentation: float
+    unit_bytes: int  # of one page, slot or row, in all layers of the class
+    array_bytes: int  # of the whole class, with the unit that nobody gets
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class ServerInfo:
     recomputed_tokens: int
     swap: SwapStats
     compiles: int
+    parameter_bytes: int
     caches: list[CacheInfo]
     kernels: list[KernelChoice]
 
@@ -60,6 +63,7 @@ class ServerInfo:
 def server_info(engine: AsyncEngine, model_name: str) -> ServerInfo:
     """A snapshot."""
     stats, config, model = engine.stats(), engine.config, engine.model_config
+    parameter_bytes, *array_bytes = engine.live_bytes.values()
     return ServerInfo(
         model=model_name,
         model_type=model.model_type,
@@ -81,9 +85,10 @@ def server_info(engine: AsyncEngine, model_name: str) -> ServerInfo:
         recomputed_tokens=stats.recomputed_tokens,
         swap=stats.swap,
         compiles=stats.compiles,
+        parameter_bytes=parameter_bytes,
         caches=[
-            CacheInfo(g.name, g.total, g.used, g.cached, g.peak, g.fragmentation)
-            for g in stats.caches
+            CacheInfo(**asdict(group), unit_bytes=nbytes // (group.total + 1), array_bytes=nbytes)
+            for group, nbytes in zip(stats.caches, array_bytes, strict=True)
         ],
         kernels=list(kernel_report()),
     )

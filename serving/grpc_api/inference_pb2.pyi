@@ -441,20 +441,22 @@ class GetMemoryRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetMemoryResponse(_message.Message):
-    __slots__ = ("running", "waiting", "preemptions", "caches", "recomputed_tokens", "swap")
+    __slots__ = ("running", "waiting", "preemptions", "caches", "recomputed_tokens", "swap", "parameter_bytes")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     CACHES_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SWAP_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_BYTES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     preemptions: int
     caches: _containers.RepeatedCompositeFieldContainer[CacheClass]
     recomputed_tokens: int
     swap: Swap
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., preemptions: _Optional[int] = ..., caches: _Optional[_Iterable[_Union[CacheClass, _Mapping]]] = ..., recomputed_tokens: _Optional[int] = ..., swap: _Optional[_Union[Swap, _Mapping]] = ...) -> None: ...
+    parameter_bytes: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., preemptions: _Optional[int] = ..., caches: _Optional[_Iterable[_Union[CacheClass, _Mapping]]] = ..., recomputed_tokens: _Optional[int] = ..., swap: _Optional[_Union[Swap, _Mapping]] = ..., parameter_bytes: _Optional[int] = ...) -> None: ...
 
 class Swap(_message.Message):
     __slots__ = ("total_bytes", "used_bytes", "peak_bytes", "num_out", "num_in")
@@ -471,17 +473,21 @@ class Swap(_message.Message):
     def __init__(self, total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., num_out: _Optional[int] = ..., num_in: _Optional[int] = ...) -> None: ...
 
 class CacheClass(_message.Message):
-    __slots__ = ("name", "total", "used", "cached", "peak", "fragmentation")
+    __slots__ = ("name", "total", "used", "cached", "peak", "fragmentation", "unit_bytes", "array_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     PEAK_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTATION_FIELD_NUMBER: _ClassVar[int]
+    UNIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ARRAY_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     total: int
     used: int
     cached: int
     peak: int
     fragmentation: float
-    def __init__(self, name: _Optional[str] = ..., total: _Optional[int] = ..., used: _Optional[int] = ..., cached: _Optional[int] = ..., peak: _Optional[int] = ..., fragmentation: _Optional[float] = ...) -> None: ...
+    unit_bytes: int
+    array_bytes: int
+    def __init__(self, name: _Optional[str] = ..., total: _Optional[int] = ..., used: _Optional[int] = ..., cached: _Optional[int] = ..., peak: _Optional[int] = ..., fragmentation: _Optional[float] = ..., unit_bytes: _Optional[int] = ..., array_bytes: _Optional[int] = ...) -> None: ...

@@ -202,7 +202,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetMemory(self, request, context):
-        """Sequences, and the use of every kind of cache.
+        """Sequences, and the use and bytes of every kind of memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -216,6 +216,7 @@ class Servicer(InferenceServiceServicer):
             recomputed_tokens=info.recomputed_tokens,
             swap=pb.Swap(**asdict(info.swap)),
             caches=[pb.CacheClass(**asdict(cache)) for cache in info.caches],
+            parameter_bytes=info.parameter_bytes,
         )
 
     async def _start(self, request: pb.GenerateRequest, *, whole: bool) -> TokenStream:

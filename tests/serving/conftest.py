@@ -1,4 +1,4 @@
-"""The bundled model behind an `AsyncEngine`, and HTTP servers on it."""
+"""The bundled model behind an `AsyncEngine`, and HTTP and gRPC servers on it."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from hybrid_jax.engine.types import Request
 from hybrid_jax.llm import connect
 from serving.async_engine import AsyncEngine
 from serving.metrics import Metrics
+from tests.helpers.grpc_server import GrpcServer
 from tests.helpers.http_server import MODEL, HttpServer, LoopThread
 
 ENGINE_OPTIONS = {
@@ -63,6 +64,21 @@ def serve_bundled(bundled: Bundled, loop_thread: LoopThread) -> Iterator[Callabl
 
     def start(**settings: Any) -> HttpServer:
         servers.append(HttpServer(loop_thread, bundled.served, bundled.metrics, **settings))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+    assert_idle(bundled.engine)
+
+
+@pytest.fixture
+def serve_grpc(bundled: Bundled, loop_thread: LoopThread) -> Iterator[Callable[..., GrpcServer]]:
+    """`serve_grpc(**settings)`: the same over gRPC."""
+    servers: list[GrpcServer] = []
+
+    def start(**settings: Any) -> GrpcServer:
+        servers.append(GrpcServer(loop_thread, bundled.served, **settings))
         return servers[-1]
 
     yield start

@@ -14,11 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
-    ProtoReflectionDescriptorDatabase,
-)
 
 from hybrid_jax import SamplingParams
 from hybrid_jax.engine.engine import Engine
@@ -36,7 +32,7 @@ from tests.helpers.fake_runner import FULL, STATE, FakeRunner
 from tests.helpers.grpc_server import GrpcServer
 from tests.helpers.http_server import MODEL, LoopThread
 from tests.helpers.stalled_engine import stalled_engine
-from tests.serving.conftest import ENGINE_OPTIONS, assert_idle
+from tests.serving.conftest import ENGINE_OPTIONS
 
 Code = grpc.StatusCode
 Bundled = tuple[AsyncEngine, Engine]
@@ -46,23 +42,8 @@ SECONDS = 30.0  # only a broken test takes so long
 
 
 @pytest.fixture
-def serve(bundled: Bundled, loop_thread: LoopThread) -> Iterator[Callable[..., GrpcServer]]:
-    """`serve(**settings)`: a server of the bundled model; at the end nothing may run."""
-    fronts: list[GrpcServer] = []
-
-    def start(**settings: Any) -> GrpcServer:
-        fronts.append(GrpcServer(loop_thread, bundled[0], **settings))
-        return fronts[-1]
-
-    yield start
-    for front in fronts:
-        front.close()
-    assert_idle(bundled[1])
-
-
-@pytest.fixture
-def client(serve: Callable[..., GrpcServer]) -> Iterator[Client]:
-    with Client(serve().address) as client:
+def client(serve_grpc: Callable[..., GrpcServer]) -> Iterator[Client]:
+    with Client(serve_grpc().address) as client:
         yield client
 
 
@@ -186,9 +167,11 @@ def test_structured_output_of_every_kind(client: Client) -> None:
         assert got.finish_reason == pb.FINISH_REASON_STOP
 
 
-def test_the_async_client_does_the_same(client: Client, serve: Callable[..., GrpcServer]) -> None:
+def test_the_async_client_does_the_same(
+    client: Client, serve_grpc: Callable[..., GrpcServer]
+) -> None:
     async def test() -> None:
-        async with AsyncClient(serve().address) as other:
+        async with AsyncClient(serve_grpc().address) as other:
             stream = [event async for event in other.stream(PROMPT, **GREEDY)]
             whole = await other.generate(PROMPT, **GREEDY)
             expected = client.generate(PROMPT, **GREEDY).completions[0].text
@@ -284,9 +267,9 @@ def test_a_mistake_is_one_sentence_and_starts_nothing(name: str, client: Client)
 
 
 def test_bytes_that_are_no_message_and_messages_that_are_too_large(
-    serve: Callable[..., GrpcServer],
+    serve_grpc: Callable[..., GrpcServer],
 ) -> None:
-    with Client(serve(max_body_bytes=10_000).address) as client:
+    with Client(serve_grpc(max_body_bytes=10_000).address) as client:
         raw = client.channel.unary_unary(f"/{SERVICE}/Tokenize")
         refusal(lambda: raw(b"\xff\xff\xff"), Code.UNKNOWN, "Error parsing message")
         refusal(lambda: client.tokenize("a" * 20_000), Code.RESOURCE_EXHAUSTED, "larger than max")
@@ -297,10 +280,10 @@ def test_bytes_that_are_no_message_and_messages_that_are_too_large(
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "close"])
 def test_who_leaves_frees_what_was_held(
-    how: str, serve: Callable[..., GrpcServer], bundled: Bundled
+    how: str, serve_grpc: Callable[..., GrpcServer], bundled: Bundled
 ) -> None:
     """The fixture checks that nothing is held; without an abort it would wait for 400 tokens."""
-    client = Client(serve().address)
+    client = Client(serve_grpc().address)
     options = {"max_tokens": 400, "ignore_eos": True, "n": 2}
     stream: Any = client.stream(PROMPT, timeout=0.5 if how == "deadline" else None, **options)
     next(stream)
@@ -371,10 +354,12 @@ def test_a_full_queue_says_when_to_come_again(loop_thread: LoopThread) -> None:
         front.close()
 
 
-def test_only_who_has_a_key_is_answered(serve: Callable[..., GrpcServer], tmp_path: Any) -> None:
+def test_only_who_has_a_key_is_answered(
+    serve_grpc: Callable[..., GrpcServer], tmp_path: Any
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first\nsecond\n")
-    address = serve(api_key_file=keys).address
+    address = serve_grpc(api_key_file=keys).address
     for key in (None, "", "First", "first second", "firs"):
         with Client(address, api_key=key) as stranger:
             refusal(stranger.memory, Code.UNAUTHENTICATED, "API key is missing or wrong")
@@ -450,17 +435,10 @@ def test_a_signal_to_the_process_lets_calls_end(monkeypatch: pytest.MonkeyPatch)
     assert_baseline(engine, runner)
 
 
-def test_reflection_lists_the_service(client: Client) -> None:
-    database = ProtoReflectionDescriptorDatabase(client.channel)
-    assert SERVICE in database.get_services()
-    found = DescriptorPool(database).FindServiceByName(SERVICE)
-    assert [method.name for method in found.methods][:2] == ["Generate", "GenerateBatch"]
-
-
 def test_a_port_that_is_taken_is_an_error(
-    serve: Callable[..., GrpcServer], bundled: Bundled, loop_thread: LoopThread
+    serve_grpc: Callable[..., GrpcServer], bundled: Bundled, loop_thread: LoopThread
 ) -> None:
-    port = int(serve().address.rsplit(":", 1)[1])
+    port = int(serve_grpc().address.rsplit(":", 1)[1])
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
         GrpcServer(loop_thread, bundled[0], grpc_port=port)
 

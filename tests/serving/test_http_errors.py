@@ -1,7 +1,6 @@
 """Every mistake of a client has one answer, in OpenAI's shape, and costs nobody else anything."""
 
 import json
-import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -243,32 +242,6 @@ def test_an_error_of_the_engine_is_the_clients_answer(loop_thread: LoopThread) -
         assert "again" in events[-1]["error"]["message"]
         assert post(server, {"prompt": [3], "max_tokens": 4}).status_code == 200
         server.close()
-
-
-def test_tls(serve_bundled: Serve, tmp_path: Path) -> None:
-    certificate, key = self_signed(tmp_path)
-    server = serve_bundled(tls_cert_file=certificate, tls_key_file=key)
-    assert server.url.startswith("https://")
-    context = ssl.create_default_context(cafile=str(certificate))
-    url = server.url.replace("127.0.0.1", "localhost")
-    assert httpx.get(f"{url}/health", verify=context).status_code == 200
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/health")
-
-
-def self_signed(folder: Path) -> tuple[Path, Path]:
-    """A certificate for localhost and its key."""
-    import subprocess
-
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-        + ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-        + ["-keyout", str(key), "-out", str(certificate)],
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
 
 
 def test_who_goes_away_frees_what_he_held(serve_bundled: Serve, bundled: Bundled) -> None:

@@ -7,13 +7,16 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hybrid_jax.bundled import bundled_model
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import Request
-from hybrid_jax.inspection import kernel_report
+from hybrid_jax.inspection import inspect_model, kernel_report
 from serving.async_engine import AsyncEngine
+from serving.client import Client
 from serving.metrics import PREFIX, Metrics
 from tests.helpers.engine_checks import greedy, small_config
 from tests.helpers.fake_runner import FULL, STATE, FakeRunner
+from tests.helpers.grpc_server import GrpcServer
 from tests.helpers.http_server import HttpServer, LoopThread
 from tests.serving.conftest import Bundled
 
@@ -177,6 +180,27 @@ def test_server_info_describes_model_caches_and_kernels(
     assert [c["name"] for c in info["caches"]] == [g.name for g in bundled.engine.stats().caches]
     assert {k["op"] for k in info["kernels"]} == {row.op for row in kernel_report()}
     assert all(k["implementation"] for k in info["kernels"]) and info["versions"]["jax"]
+
+
+def test_memory_is_told_in_bytes(
+    serve_bundled: Serve, serve_grpc: Callable[..., GrpcServer]
+) -> None:
+    info = httpx.get(f"{serve_bundled().url}/server_info").json()
+    with Client(serve_grpc().address) as client:
+        memory = client.memory()
+    parameters = inspect_model(bundled_model(), dtype="float32").parameter_bytes
+    assert memory.parameter_bytes == info["parameter_bytes"] == parameters
+    classes = {cache["name"].split(":")[-1]: cache for cache in info["caches"]}
+    # One full layer and two window layers: 16 tokens a page, keys and values, 2 heads of 64 floats.
+    page = 16 * 2 * 2 * 64 * 4
+    assert classes["full"]["unit_bytes"] == page and classes["window"]["unit_bytes"] == 2 * page
+    # Two linear layers: a state of 4 x 32 x 32 floats, and the tail of the convolution.
+    assert classes["linear"]["unit_bytes"] > 2 * 4 * 32 * 32 * 4
+    assert classes["rows"]["array_bytes"] >= 9 * 512 * 4  # histories of 8 rows and the null row
+    for cache, http in zip(memory.caches, info["caches"], strict=True):
+        # With the null unit; the small arrays of the rows are not all of one entry per row.
+        assert cache.name == "rows" or cache.array_bytes == cache.unit_bytes * (cache.total + 1)
+        assert (cache.unit_bytes, cache.array_bytes) == (http["unit_bytes"], http["array_bytes"])
 
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
