@@ -53,6 +53,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: Exception | None = None  # set when finish_reason is "error"
     cache: CacheReport | None = None  # how much of the prompt was computed before, and why not more
+    cumulative_logprob: float | None = None  # of all tokens, if completions were ranked by it
 
 
 @dataclass
@@ -66,14 +67,15 @@ class RequestOutput:
     usage: Usage | None = None  # set once all completions have ended
     # One per prompt token, None for the first; if asked for.
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    n: int = 1  # how many stay then, the most likely first if some go
+    kept: Prefix | None = None  # what was computed, for the session that asked
 
     @classmethod
     def empty(cls, request: Request) -> "RequestOutput":
         """The output of a request that has had no event yet."""
-        completions = [CompletionOutput(index) for index in range(request.params.n)]
-        return cls(request.request_id, request.prompt, list(request.prompt_token_ids), completions)
-
-    kept: Prefix | None = None  # what was computed, for the session that asked
+        params, prompt = request.params, list(request.prompt_token_ids)
+        completions = [CompletionOutput(index) for index in range(params.num_sequences)]
+        return cls(request.request_id, request.prompt, prompt, completions, n=params.n)
 
     def add(self, event: TokenEvent) -> None:
         """Appends what `event` says to the completion it is about."""
@@ -91,7 +93,20 @@ class RequestOutput:
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = list(event.prompt_logprobs)
         self.usage = event.usage
+        output.cumulative_logprob = event.cumulative_logprob
         self.kept = event.kept or self.kept
+        if event.final and len(self.outputs) > self.n:
+            self._rank()
+
+    def _rank(self) -> None:
+        """Leaves the `n` most likely completions, but above all those that failed."""
+
+        def order(output: CompletionOutput) -> tuple[bool, float]:
+            return output.finish_reason in ("stop", "length"), -(output.cumulative_logprob or 0.0)
+
+        self.outputs = sorted(self.outputs, key=order)[: self.n]
+        for index, output in enumerate(self.outputs):
+            output.index = index
 
 
 class LLM:
@@ -175,6 +190,7 @@ class LLM:
             InvalidRequest: the prompt can never be served; raised here, not by the iterator.
         """
         (request,) = self._requests([prompt], sampling_params)
+        request.params.check_streamable()
         return self._events(request)
 
     def chat(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from hybrid_jax.errors import InvalidRequest
 from hybrid_jax.fields import (
     INT32_MAX,
     Check,
@@ -58,6 +59,7 @@ class SamplingParams:
     """
 
     n: int = 1  # completions per prompt, at most MAX_COMPLETIONS
+    best_of: int | None = None  # so many are generated, the n most likely returned; None: n
     temperature: float = 1.0  # below GREEDY_BELOW: greedy
     top_k: int = 0  # 0 or -1: off
     top_p: float = 1.0  # 1: off
@@ -86,6 +88,35 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens must not exceed max_tokens, got {self.min_tokens} > "
                 f"{self.max_tokens}; raise max_tokens or lower min_tokens"
+            )
+
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(
+                f"best_of must be at least n, got {self.best_of} < {self.n}; raise best_of or "
+                "lower n"
+            )
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions that are generated."""
+        return self.best_of or self.n
+
+    @property
+    def ranked(self) -> bool:
+        """Whether only the most likely completions are returned."""
+        return self.num_sequences > self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Log probabilities that a step reports besides the token's own; None: not even that."""
+        return 0 if self.ranked and self.logprobs is None else self.logprobs
+
+    def check_streamable(self) -> None:
+        """Raises InvalidRequest if nothing can be said before all completions have ended."""
+        if self.ranked:
+            raise InvalidRequest(
+                f"best_of={self.best_of} with n={self.n} cannot be streamed, since which "
+                "completions are the best is known at their end; do not stream, or leave it out"
             )
 
     @property
@@ -139,6 +170,7 @@ _bias = number(-100.0, 100.0, "use -100 to ban a token")
 _penalty = number(-2.0, 2.0, "use 0 for no penalty")
 _CHECKS: dict[str, Check] = {
     "n": integer(1, MAX_COMPLETIONS, "ask for at least one completion"),
+    "best_of": or_none(integer(1, MAX_COMPLETIONS, "use None to return all completions")),
     "temperature": number(0.0, MAX_TEMPERATURE, "use 0 for greedy decoding"),
     "top_k": integer(-1, INT32_MAX, "use 0 or -1 to keep all tokens"),
     "top_p": number(0.0, 1.0, "use 1 to keep all tokens", above=True),

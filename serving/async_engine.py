@@ -163,6 +163,8 @@ class AsyncEngine:
             InvalidRequest: it can never be served. QueueFull: retry later.
             ShuttingDown: no request is accepted any more. EngineDead: nor will it ever be.
         """
+        if not whole:
+            request.params.check_streamable()
         stream = TokenStream(request, self.abort, whole=whole, on_event=on_event)
         with self._changed:
             if self.death is not None:

@@ -33,8 +33,11 @@ class ServerContext:
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises InvalidRequest if the server's limits forbid what the engine would allow."""
-        if params.n > self.config.max_n:
-            raise InvalidRequest(f"n is {params.n} but max_n is {self.config.max_n}; ask for fewer")
+        if params.num_sequences > (most := self.config.max_n):
+            name = "best_of" if params.ranked else "n"
+            raise InvalidRequest(
+                f"{name} is {params.num_sequences} but max_n is {most}; ask for fewer"
+            )
         if len(params.stop) > self.config.max_stop:
             raise InvalidRequest(
                 f"stop has {len(params.stop)} strings but max_stop is {self.config.max_stop}; "

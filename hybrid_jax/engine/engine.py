@@ -397,7 +397,7 @@ def _make_sequences(
             matcher=make_matcher(request.params),
             prompt_logprobs=prompt_logprobs,
         )
-        for index in range(request.params.n)
+        for index in range(request.params.num_sequences)
     ]
 
 

@@ -76,7 +76,7 @@ class InFlight:
 
     def _logprobs(self) -> list[TokenLogprob | None]:
         """Per row, if it samples and asked."""
-        asked = [s.request.params.logprobs if samples else None for s, _, samples in self.rows]
+        asked = [s.request.params.num_logprobs if samples else None for s, _, samples in self.rows]
         if all(count is None for count in asked):
             return [None] * len(asked)
         tokens = np.asarray(self.output.tokens).tolist()
@@ -93,9 +93,8 @@ class InFlight:
             count = span.sequence.request.params.prompt_logprobs
             assert known is not None and count is not None
             for i, token in enumerate(span.targets):
-                if span.position + i + 1 == len(
-                    known
-                ):  # else it is known, from before a preemption
+                # Otherwise it is known, from before a preemption.
+                if span.position + i + 1 == len(known):
                     known.append(found.entry(span.start + i, token, count))
 
 

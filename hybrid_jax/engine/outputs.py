@@ -37,8 +37,8 @@ class OutputProcessor:
         self._open: dict[str, _OpenRequest] = {}
 
     def open(self, request: Request) -> None:
-        """Expects `request.params.n` completions of a request."""
-        streams = {index: self._stream(request) for index in range(request.params.n)}
+        """Expects all completions of a request."""
+        streams = {i: self._stream(request) for i in range(request.params.num_sequences)}
         asks = request.params.prompt_logprobs is not None
         self._open[request.request_id] = _OpenRequest(streams, tells_prompt=asks)
 
@@ -51,6 +51,9 @@ class OutputProcessor:
         """Appends a sampled token; the event says whether the completion ends with it."""
         params = sequence.request.params
         sequence.token_ids.append(token_id)
+        if logprob is not None:
+            sequence.cumulative_logprob += logprob.logprob
+            logprob = logprob if params.logprobs is not None else None
         stream = self._open[sequence.request.request_id].streams[sequence.index]
         may_stop = sequence.num_output_tokens > params.min_tokens
         text, stop_reason, ends = "", None, False
@@ -97,7 +100,7 @@ class OutputProcessor:
     ) -> TokenEvent:
         request = sequence.request
         state = self._open[request.request_id]
-        usage, report, prompt = None, None, None
+        usage, report, prompt, cumulative_logprob = None, None, None, None
         if token_ids and state.tells_prompt:
             prompt = _prompt_logprobs(sequence)
             state.tells_prompt = False
@@ -106,6 +109,7 @@ class OutputProcessor:
             if report is not None and sequence.index == 0:
                 state.cached_tokens = report.cached_tokens
             del state.streams[sequence.index]  # a second end would be our bug and raises here
+            cumulative_logprob = sequence.cumulative_logprob if request.params.ranked else None
             state.completion_tokens += sequence.num_output_tokens
             if not state.streams:
                 del self._open[request.request_id]
@@ -124,6 +128,7 @@ class OutputProcessor:
             error=error,
             cache=report,
             prompt_logprobs=prompt,
+            cumulative_logprob=cumulative_logprob,
         )
 
     def _stream(self, request: Request) -> TextStream | None:

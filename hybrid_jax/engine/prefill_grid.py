@@ -29,7 +29,7 @@ class PrefillGrid:
         length = len(sequence.token_ids)
         if self.interval:
             stops = {self.align(shared), self.align(length - 1)}
-        if sequence.request.params.n > 1 and not sequence.num_output_tokens:
+        if sequence.request.params.num_sequences > 1 and not sequence.num_output_tokens:
             stops.add(length - 1)
         return tuple(sorted(stops))
 

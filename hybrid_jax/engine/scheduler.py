@@ -232,7 +232,7 @@ def _before_fork(leader: Sequence) -> bool:
 def _at_fork(leader: Sequence) -> bool:
     """Whether all of a prompt with several completions is computed but its last token."""
     return (
-        leader.request.params.n > 1
+        leader.request.params.num_sequences > 1
         and 0 < leader.num_computed_tokens == leader.num_prompt_tokens - 1
         and not leader.num_output_tokens
     )

@@ -105,7 +105,7 @@ class Sequence:
     """
 
     request: Request
-    index: int  # completion number, 0 <= index < request.params.n
+    index: int  # completion number, 0 <= index < request.params.num_sequences
     arrival: int  # total order of all sequences; smaller is older
     uid: int  # owner mark of state slots: 0 < uid <= MAX_UID
     seed: int
@@ -120,6 +120,7 @@ class Sequence:
     num_inflight: int = 0  # 0 or 1 whenever the scheduler looks; 2 while two steps are launched
     num_prefill_tokens: int = 0
     num_preemptions: int = 0
+    cumulative_logprob: float = 0.0  # of the known output tokens, if they have log probabilities
     num_preempted_tokens: int = 0  # that were computed when it was preempted last
 
     row: int = 0  # persistent row; 0: holds nothing
@@ -216,6 +217,7 @@ class TokenEvent:
     # On the request's first event with a token, if asked for: one per prompt token, None for the
     # first.
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    cumulative_logprob: float | None = None  # on a completion's last event, if it is to be ranked
 
     @property
     def final(self) -> bool:

@@ -64,9 +64,10 @@ class RequestValidator:
 
     def _check_prefix(self, request: Request) -> None:
         prefix, prompt = request.prefix, request.prompt_token_ids
-        if (request.keep or prefix is not None) and request.params.n > 1:
+        if (request.keep or prefix is not None) and request.params.num_sequences > 1:
             raise InvalidRequest(
-                f"a session has one completion at a time, got n={request.params.n}; fork it instead"
+                f"a session has one completion at a time, got {request.params.num_sequences}; fork "
+                "it instead"
             )
         if prefix is not None and prompt[: prefix.length] != prefix.token_ids:
             raise InvalidRequest(

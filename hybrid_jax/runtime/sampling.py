@@ -170,7 +170,7 @@ class SamplingRows:
             "frequency": params.frequency_penalty,
             "seed": seed % 2**32,
             "prompt_len": prompt_len,
-            "num_logprobs": -1 if params.logprobs is None else params.logprobs,
+            "num_logprobs": -1 if params.num_logprobs is None else params.num_logprobs,
             "bias_ids": self._padded("bias_ids", "logit_bias", params.logit_bias.keys()),
             "bias_values": self._padded("bias_values", "logit_bias", params.logit_bias.values()),
             "min_len": prompt_len + params.min_tokens if params.min_tokens else 0,

@@ -97,6 +97,7 @@ class CompletionRequest(SamplingFields):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     echo: bool = False  # with logprobs, the prompt's tokens have theirs as well
     logprobs: int | None = None
+    best_of: int | None = None
     add_special_tokens: bool = True
 
     @property

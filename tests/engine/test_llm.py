@@ -61,6 +61,46 @@ def test_outputs_come_in_the_order_of_the_prompts() -> None:
     assert_baseline(engine, runner)
 
 
+class Varied(FakeRunner):
+    """Log probabilities differ from token to token."""
+
+    def _run(self, step: Any) -> None:
+        super()._run(step)
+        step.results["chosen"] = -(step.results["tokens"] % 11 + 1) / np.float32(8)
+
+
+def test_of_many_completions_the_most_likely_are_returned() -> None:
+    """They are those that `n` would give, by the sum of their log probabilities."""
+    engine = Engine(runner := Varied(SPECS, (40, 30, 4), small_config()), None)
+    llm = LLM.from_engine(engine, None)
+    options: Any = {"seed": 5, "max_tokens": 9}
+    prompts = [list(prompt_of(9, i)) for i in range(4)]
+    every = llm.generate(prompts, SamplingParams(n=5, logprobs=0, **options), use_tqdm=False)
+    best = llm.generate(prompts, SamplingParams(n=2, best_of=5, **options), use_tqdm=False)
+    for many, few in zip(every, best, strict=True):
+        sums = [sum(entry.logprob for entry in c.logprobs or ()) for c in many.outputs]
+        assert all(c.cumulative_logprob is None for c in many.outputs)
+        ranked = sorted(range(5), key=lambda i: -sums[i])[:2]
+        assert len(set(sums)) > 2
+        assert [c.token_ids for c in few.outputs] == [many.outputs[i].token_ids for i in ranked]
+        assert [c.cumulative_logprob for c in few.outputs] == [sums[i] for i in ranked]
+        assert [(c.index, c.logprobs) for c in few.outputs] == [(0, None), (1, None)]
+        assert few.usage is not None and many.usage is not None
+        assert few.usage.completion_tokens == many.usage.completion_tokens
+    with pytest.raises(InvalidRequest, match="best_of=5 with n=2 cannot be streamed"):
+        llm.stream(prompts[0], SamplingParams(n=2, best_of=5))
+    assert_baseline(engine, runner)
+
+
+def test_a_failed_completion_is_not_ranked_away() -> None:
+    engine = Engine(runner := Varied(SPECS, (40, 30, 4), small_config()), None)
+    runner.poisoned_uids.add(3)
+    llm = LLM.from_engine(engine, None)
+    (output,) = llm.generate([[3, 4, 5]], SamplingParams(best_of=4, seed=1), use_tqdm=False)
+    assert [c.finish_reason for c in output.outputs] == ["error"]
+    assert_baseline(engine, runner)
+
+
 def test_one_prompt_may_be_given_bare_and_many_completions_are_grouped() -> None:
     llm, engine, runner = make(ascii_tokenizer())
     params = SamplingParams(n=2, seed=5, max_tokens=7, ignore_eos=True, logprobs=2)

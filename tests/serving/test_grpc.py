@@ -108,6 +108,20 @@ def test_log_probabilities_of_a_prompt_come_once(client: Client, bundled: Bundle
             assert len(entry.top) == len(direct.top) == 2
 
 
+def test_the_best_of_many_come_whole_only(client: Client, bundled: Bundled) -> None:
+    options = {"temperature": 1.0, "seed": 8, "max_tokens": 6}
+    ranked = sorted(
+        in_engine(bundled, PROMPT, n=4, logprobs=0, **options).outputs,
+        key=lambda completion: -sum(entry.logprob for entry in completion.logprobs),
+    )
+    assert ranked[0].index or ranked[1].index != 1  # not in the order they come in
+    got = client.generate(PROMPT, n=2, best_of=4, **options)
+    assert [list(c.token_ids) for c in got.completions] == [c.token_ids for c in ranked[:2]]
+    assert [c.index for c in got.completions] == [0, 1]
+    with pytest.raises(grpc.RpcError, match="best_of=4 with n=2 cannot be streamed"):
+        list(client.stream(PROMPT, n=2, best_of=4))
+
+
 def test_texts_ids_and_conversations_are_prompts(client: Client, bundled: Bundled) -> None:
     tokenizer = bundled[0].require_tokenizer()
     messages = [{"role": "user", "content": "Who art thou?"}]
@@ -245,6 +259,7 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "temperature": ({"temperature": -1.0}, "temperature must be in"),
     "NaN": ({"temperature": float("nan")}, "temperature must be in"),
     "n": ({"n": 17}, "max_n is 16"),
+    "best_of": ({"best_of": 17, "n": 2}, "best_of is 17 but max_n is 16"),
     "tokens": ({"max_tokens": 0}, "max_tokens must be at least 1"),
     "bias": ({"logit_bias": {2048: 1.0}}, "logit_bias"),
     "empty structure": ({"structured": pb.StructuredOutput()}, "exactly one of"),

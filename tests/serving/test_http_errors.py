@@ -62,6 +62,8 @@ CHAT: Any = {"messages": [{"role": "user", "content": "a"}]}
         ("completions", {"prompt": ["a"] * 65}, "max_prompts"),
         ("completions", {"prompt": "a" * 9000}, "max_model_len is 512"),
         ("completions", {"prompt": "a", "n": 17}, "max_n is 16"),
+        ("completions", {"prompt": "a", "best_of": 17}, "best_of is 17 but max_n is 16"),
+        ("completions", {"prompt": "a", "best_of": 2, "stream": True}, "cannot be streamed"),
         ("completions", {"prompt": "a", "n": 0}, "n must be at least 1"),
         ("completions", {"prompt": "a", "stop": ["x"] * 17}, "stop"),
         ("completions", {"prompt": "a", "stop": ""}, "stop"),

@@ -71,6 +71,19 @@ def test_a_completion_is_the_engines(client: openai.OpenAI, expect: Any) -> None
     assert offsets == [len("".join(tokens[:i])) for i in range(12)]
 
 
+def test_the_best_of_many_are_the_most_likely(client: openai.OpenAI, expect: Any) -> None:
+    want = expect(PROMPT, SamplingParams(n=5, seed=4, max_tokens=6, logprobs=0))
+    ranked = sorted(want.outputs, key=lambda c: -sum(entry.logprob for entry in c.logprobs))
+    got = client.completions.create(
+        model=MODEL, prompt=PROMPT, n=2, best_of=5, seed=4, max_tokens=6
+    )
+    assert [choice.text for choice in got.choices] == [c.text for c in ranked[:2]]
+    assert [choice.index for choice in got.choices] == [0, 1]
+    assert all(choice.logprobs is None for choice in got.choices)
+    assert got.usage is not None
+    assert got.usage.completion_tokens == want.usage.completion_tokens
+
+
 def test_a_streamed_completion_says_the_same(client: openai.OpenAI) -> None:
     options: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "seed": 3, "logprobs": 2}
     whole = client.completions.create(**options)

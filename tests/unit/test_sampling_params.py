@@ -26,6 +26,7 @@ BAD: list[tuple[str, Any]] = [
     *(("presence_penalty", value) for value in (-2.1, 2.1, NAN)),
     *(("frequency_penalty", value) for value in (-2.1, 2.1, INF)),
     *(("n", value) for value in (0, -1, 1.0, True, 129, HUGE, None)),
+    *(("best_of", value) for value in (0, -1, 1.0, True, 129)),
     *(("max_tokens", value) for value in (0, -1, None, HUGE, np.ones(2, int))),
     *(("min_tokens", value) for value in (-1, 17)),
     *(("seed", value) for value in (2**64, -(2**63) - 1, 0.5, "1", HUGE)),
@@ -54,6 +55,12 @@ def test_bad_values_are_refused_in_one_sentence(name: str, value: Any) -> None:
 def test_max_tokens_zero_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="got 0; use 1 and ignore the token"):
         SamplingParams(max_tokens=0)
+
+
+def test_fewer_cannot_be_generated_than_are_returned() -> None:
+    with pytest.raises(ValueError, match="best_of must be at least n, got 2 < 3; raise best_of"):
+        SamplingParams(n=3, best_of=2)
+    assert [SamplingParams(n=3, best_of=b).num_sequences for b in (None, 3, 5)] == [3, 3, 5]
 
 
 def test_boundaries_are_accepted() -> None:
