@@ -109,17 +109,17 @@ class ServerConfig(_EngineSettings):
 
     otlp_endpoint: str = setting("Operations", "Where to send traces; empty: nowhere.", "")
 
+    replicas: int = setting("Replicas", "Copies of the model behind one port, run by Ray.", 1)
+    replica_resources: Mapping[str, float] = setting(
+        "Replicas", "name=amount: what Ray reserves for each, such as GPU=1; default: CPU=1.", {}
+    )
+
     @model_validator(mode="after")
     def _consistent(self) -> "ServerConfig":
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file go together; give both or neither")
-        for name in (
-            "max_body_bytes",
-            "max_n",
-            "max_prompts",
-            "max_stop",
-            "max_snapshot_bytes",
-        ):
+        at_least_one = ("max_body_bytes", "max_n", "max_prompts", "max_stop", "max_snapshot_bytes")
+        for name in (*at_least_one, "replicas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("http_port", "grpc_port"):
@@ -133,6 +133,8 @@ class ServerConfig(_EngineSettings):
             raise ValueError(f"snapshot_dir {self.snapshot_dir} is no directory; make it first")
         if self.drain_seconds < 0 or self.stall_seconds <= 0:
             raise ValueError("drain_seconds must not be negative, stall_seconds must be positive")
+        if self.replicas > 1 and self.grpc_port is not None:
+            raise ValueError("replicas are reached over HTTP only; leave grpc_port out")
         self.engine_options()
         return self
 

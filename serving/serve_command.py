@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from serving.config import ServerConfig, load_config
 from serving.op_choices import parse_choices
 
-_GROUPS = ("Model", "Network", "Limits", "Operations", "Engine")
+_GROUPS = ("Model", "Network", "Limits", "Operations", "Replicas", "Engine")
 
 
 def serve(config: Path | None, **flags: Any) -> None:
@@ -27,12 +27,22 @@ def serve(config: Path | None, **flags: Any) -> None:
     given = {name: value for name, value in flags.items() if value is not None and value != []}
     if "implementations" in given:
         given["implementations"] = parse_choices(given["implementations"])
+    if "replica_resources" in given:
+        given["replica_resources"] = _amounts(given["replica_resources"])
     settings = load_config(given, config)
     configure_logging(settings.log_level)
 
     from serving.server import run_server
 
     raise typer.Exit(run_server(settings))
+
+
+def _amounts(pairs: list[str]) -> dict[str, str]:
+    """Amount by resource; pydantic makes numbers of them."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise ValueError(f"replica_resources must be name=amount, got {pair!r}; such as GPU=1")
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def _parameters() -> Iterator[inspect.Parameter]:

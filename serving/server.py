@@ -3,11 +3,14 @@
 import asyncio
 import logging
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from hybrid_jax.bundled import bundled_model
 from hybrid_jax.engine.engine import Engine
+from hybrid_jax.errors import HybridJaxError
 from hybrid_jax.llm import connect
 from hybrid_jax.tokenizer import HFTokenizer
 from serving.async_engine import AsyncEngine, Observer
@@ -48,10 +51,59 @@ def run_server(config: ServerConfig) -> int:
         ValueError: settings contradict the model.
     """
     logger.info("settings", extra={"settings": config.model_dump(mode="json")})
+    if config.replicas > 1:
+        return _run_replicas(config)
+    return asyncio.run(serve(*load(config)))
+
+
+def load(config: ServerConfig) -> tuple[Engine, HFTokenizer | None, ServerConfig, str]:
+    """The arguments of `serve`. Raises as `run_server` does."""
     path = config.model or bundled_model()
     engine, tokenizer = connect(path, dtype=config.dtype, engine_options=config.engine_options())
-    name = config.served_model_name or Path(path).resolve().name
-    return asyncio.run(serve(engine, tokenizer, config, name))
+    return engine, tokenizer, config, config.served_model_name or Path(path).resolve().name
+
+
+def _run_replicas(config: ServerConfig) -> int:
+    try:
+        from serving.ray_app import run_replicas
+    except ModuleNotFoundError as error:
+        raise HybridJaxError(
+            f"replicas is {config.replicas} but {error.name} is not installed; "
+            'pip install "hybrid-jax[ray]"'
+        ) from None
+    return run_replicas(config)
+
+
+@contextmanager
+def running(
+    engine: Engine,
+    tokenizer: HFTokenizer | None,
+    config: ServerConfig,
+    model_name: str,
+    *,
+    on_death: Callable[[], object] = lambda: None,
+) -> Iterator[ServerContext]:
+    """What fronts need, with the engine thread and the watchdog at work; they end with the block.
+
+    `on_death` is called in the engine thread when that gives up.
+    """
+    metrics = Metrics(model_name)
+    observers: list[Observer] = [metrics.observe]
+    provider = otlp_provider(config.otlp_endpoint) if config.otlp_endpoint else None
+    if provider is not None:
+        observers.append(RequestTracer(provider, model_name))
+    served = AsyncEngine(engine, tokenizer, observers=observers, on_death=on_death)
+    metrics.watch(served)
+    watchdog = Watchdog(served, stall_seconds=config.stall_seconds)
+    served.start()
+    watchdog.start()
+    try:
+        yield ServerContext(served, config, watchdog, metrics, model_name)
+    finally:
+        watchdog.stop()
+        served.close()
+        if provider is not None:
+            provider.shutdown()  # sends what is left
 
 
 async def serve(
@@ -64,23 +116,6 @@ async def serve(
     once. Returns 0, or 1 if the engine died.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    metrics = Metrics(model_name)
-    observers: list[Observer] = [metrics.observe]
-    provider = otlp_provider(config.otlp_endpoint) if config.otlp_endpoint else None
-    if provider is not None:
-        observers.append(RequestTracer(provider, model_name))
-    served = AsyncEngine(
-        engine,
-        tokenizer,
-        observers=observers,
-        on_death=lambda: loop.call_soon_threadsafe(stop.set),
-    )
-    metrics.watch(served)
-    watchdog = Watchdog(served, stall_seconds=config.stall_seconds)
-    context = ServerContext(served, config, watchdog, metrics, model_name)
-    fronts: list[Front] = [HttpFront(create_app(context), config)]
-    if config.grpc_port is not None:
-        fronts.append(GrpcFront(context))
 
     def on_signal(number: int) -> None:
         logger.info("shutting down", extra={"signal": signal.Signals(number).name})
@@ -88,22 +123,23 @@ async def serve(
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(each)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    served.start()
-    watchdog.start()
-    try:
-        for front in fronts:
-            await front.start()
-            logger.info("listening", extra={"url": front.url, "model": model_name})
-        await stop.wait()
-        await served.drain(config.drain_seconds)
-    finally:
-        watchdog.stop()
-        for front in fronts:
-            await front.stop()
-        await asyncio.to_thread(served.close)
-        if provider is not None:
-            await asyncio.to_thread(provider.shutdown)  # sends what is left
+    def on_death() -> None:
+        loop.call_soon_threadsafe(stop.set)
+
+    with running(engine, tokenizer, config, model_name, on_death=on_death) as context:
+        fronts: list[Front] = [HttpFront(create_app(context), config)]
+        if config.grpc_port is not None:
+            fronts.append(GrpcFront(context))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        try:
+            for front in fronts:
+                await front.start()
+                logger.info("listening", extra={"url": front.url, "model": model_name})
+            await stop.wait()
+            await context.engine.drain(config.drain_seconds)
+        finally:
+            for front in fronts:
+                await front.stop()
     logger.info("stopped")
-    return 1 if served.death is not None else 0
+    return 1 if context.engine.death is not None else 0

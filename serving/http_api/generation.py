@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; for the log
 EVENT_STREAM = "text/event-stream"
+DONE = "data: [DONE]\n\n"  # ends a stream
 # For the OpenAPI document: with `stream` the answer is not JSON.
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {EVENT_STREAM: {}}}}
 
@@ -130,19 +131,19 @@ async def _chunks(
     try:
         for index in range(n * len(streams)):
             if (first := form.begin(index)) is not None:
-                yield _sse(first)
+                yield sse(first)
         async for i, event in _merged(streams):
             if event.error is not None:
                 raise event.error
             if event.text or event.new_token_ids or event.finish_reason:
-                yield _sse(form.chunk(n * i + event.index, event))
+                yield sse(form.chunk(n * i + event.index, event))
             usages.append(event.usage)
         if include_usage:
-            yield _sse(form.usage(total_usage(usages)))
+            yield sse(form.usage(total_usage(usages)))
     except Exception as error:  # the status is sent already: the client learns of it in the stream
         logger.error("a stream ends with an error", exc_info=error)
-        yield _sse(error_body(error))
-    yield "data: [DONE]\n\n"
+        yield sse(error_body(error))
+    yield DONE
 
 
 async def _merged(streams: Sequence[TokenStream]) -> AsyncIterator[tuple[int, TokenEvent]]:
@@ -182,6 +183,6 @@ async def _disconnect(http: Request) -> None:
         pass
 
 
-def _sse(data: dict[str, Any]) -> str:
+def sse(data: dict[str, Any]) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"

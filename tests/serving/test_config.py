@@ -81,7 +81,7 @@ def test_every_setting_is_a_flag_with_help_in_a_group() -> None:
     for name, field in ServerConfig.model_fields.items():
         assert field.description, f"{name} has no help"
     groups = {option.rich_help_panel for name, option in options.items() if name != "model"}
-    assert groups == {"Model", "Network", "Limits", "Operations", "Engine"}
+    assert groups == {"Model", "Network", "Limits", "Operations", "Replicas", "Engine"}
 
 
 @pytest.fixture

@@ -49,3 +49,15 @@ def test_the_kubernetes_example_names_what_exists(serve_bundled: Serve, tmp_path
     assert metric.removeprefix(PREFIX) in {name for name, _ in scrape(server)}
     (endpoint,) = objects["ServiceMonitor"]["spec"]["endpoints"]
     assert httpx.get(server.url + endpoint["path"]).status_code == 200
+
+
+def test_the_ray_example_has_settings_that_exist() -> None:
+    service = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
+    served = yaml.safe_load(service["spec"]["serveConfigV2"])
+    (application,) = served["applications"]
+    settings = load_config(application["args"])
+    workers = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+    assert workers["minReplicas"] == settings.replicas == 2
+    module, _, function = application["import_path"].partition(":")
+    source = (DEPLOY.parent / f"{module.replace('.', '/')}.py").read_text()
+    assert f"def {function}(" in source  # read, not imported: Ray need not be installed

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from hybrid_jax.engine.engine import Engine
+from hybrid_jax.errors import HybridJaxError
 from serving import server
 from serving.config import load_config
 from serving.http_api.front import HttpFront
@@ -129,3 +131,10 @@ def test_a_process_drains_and_aborts_and_tells_every_client() -> None:
     answered = [r for r in records if r["logger"] == "serving.access"]
     assert len(answered) == 5 and all(r["request_id"] and r["status"] == 200 for r in answered)
     assert SECRET not in json.dumps(records)
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "serving.ray_app", None)
+    with pytest.raises(HybridJaxError, match=r'pip install "hybrid-jax\[ray\]"') as caught:
+        server.run_server(load_config({"replicas": 2}))
+    assert "\n" not in str(caught.value)
