@@ -37,12 +37,22 @@ class StructuredOutput:
 
     Raises:
         ValueError: no field or several are set, or one is not of its type.
+        TypeError: there is no such field.
     """
 
     json_schema: str | Mapping[str, Any] | bool | None = None  # normalised to JSON text
     regex: str | None = None  # of the whole text; Rust's regex syntax, no look-around
     choice: Sequence[str] | None = None  # one of these strings; normalised to a tuple
     grammar: str | None = None  # context-free, in Lark or GBNF notation
+
+    def __new__(cls, *values: Any, **named: Any) -> "StructuredOutput":
+        """Says which fields there are, where Python would say only that one does not exist."""
+        del values
+        for name in named.keys() - cls.__dataclass_fields__.keys():
+            raise TypeError(
+                f"structured output has no {name!r}; it takes json_schema, regex, choice or grammar"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         given = [name for name, value in vars(self).items() if value is not None]

@@ -44,15 +44,39 @@ class ServerContext:
                 "send fewer"
             )
 
+    def check_length(self, prompt_tokens: int, max_tokens: int | None) -> None:
+        """Raises InvalidRequest if a client asks for more tokens than fit after its prompt.
+
+        So do OpenAI and vLLM. The library itself takes as many as fit, and so does the server when
+        the client has not said how many it wants (None).
+        """
+        limit = self.engine.config.max_model_len
+        room = limit - prompt_tokens
+        if max_tokens is not None and max_tokens > room > 0:
+            raise InvalidRequest(
+                f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} are more than "
+                f"max_model_len {limit}; ask for at most {room}, or leave max_tokens out"
+            )
+
     def healthy(self) -> bool:
         """Whether requests should be sent here."""
         return self.watchdog.problem() is None and self.engine.accepting
 
     async def requests(
-        self, completion_id: str, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self,
+        completion_id: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        max_tokens: int | None,
     ) -> list[Request]:
-        """One engine request per prompt. Raises InvalidRequest."""
+        """One engine request per prompt. Raises InvalidRequest.
+
+        `max_tokens` is what the client said, None if nothing.
+        """
         self.check_params(params)
+        for ids in prompts:
+            self.check_length(len(ids), max_tokens)
         requests = [
             Request(f"{completion_id}-{i}", tuple(ids), params) for i, ids in enumerate(prompts)
         ]

@@ -1,6 +1,8 @@
 """`hybrid-jax serve`: every setting of `ServerConfig` as a flag, in the groups that it names."""
 
 import inspect
+import logging
+import signal
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -13,6 +15,8 @@ from pydantic.fields import FieldInfo
 from serving.config import ServerConfig, load_config
 from serving.op_choices import parse_choices
 
+logger = logging.getLogger(__name__)
+
 _GROUPS = ("Model", "Network", "Limits", "Operations", "Replicas", "Engine")
 
 
@@ -23,6 +27,8 @@ def serve(config: Path | None, **flags: Any) -> None:
     a flag goes before the variable, the variable before the file. SIGTERM ends it in order.
     """
     from serving.logs import configure_logging
+
+    signal.signal(signal.SIGTERM, _leave)  # until `serve` has something to drain
 
     given = {name: value for name, value in flags.items() if value is not None and value != []}
     if "implementations" in given:
@@ -35,6 +41,13 @@ def serve(config: Path | None, **flags: Any) -> None:
     from serving.server import run_server
 
     raise typer.Exit(run_server(settings))
+
+
+def _leave(number: int, frame: types.FrameType | None) -> None:
+    """Ends a process that does not serve yet, once a compilation under way is done."""
+    del frame
+    logger.info("stopped before it served", extra={"signal": signal.Signals(number).name})
+    raise SystemExit(0)
 
 
 def _amounts(pairs: list[str]) -> dict[str, str]:

@@ -1,16 +1,24 @@
 """The memory plan and its comparisons as tables for people."""
 
-from collections.abc import Iterable
-from io import StringIO
-
-from rich.console import Console
 from rich.table import Table
 
 from hybrid_jax.cache.chips import format_bytes
-from hybrid_jax.memory.plan import MemoryPlan
+from hybrid_jax.memory.plan import MOST_SEQUENCES, MemoryPlan
 from hybrid_jax.memory.snapshot import MemorySnapshot, compare
 
-WIDTH = 110  # columns of a table in a log
+
+def plan_line(plan: MemoryPlan) -> str:
+    """The plan in one line, for a log."""
+    classes = ", ".join(
+        f"{line.name} {format_bytes(line.nbytes)}"
+        + (f" ({line.count:,} {line.unit}s)" if line.unit else "")
+        for line in plan.lines()
+    )
+    return (
+        f"memory of {plan.model.model_type} in {plan.dtype} on {plan.chip.name}: {classes}; total "
+        f"{format_bytes(plan.total)} of {format_bytes(plan.available)}; max_num_seqs "
+        f"{plan.config.max_num_seqs}, max_model_len {plan.config.max_model_len}"
+    )
 
 
 def plan_table(plan: MemoryPlan) -> Table:
@@ -45,20 +53,22 @@ def concurrency_table(plan: MemoryPlan) -> Table:
     """Sequences that the same bytes hold, layer by layer and by the formulas of other engines."""
     table = Table(
         title=f"sequences that {format_bytes(plan.cache_budget)} of caches hold",
-        caption="without checkpoints; bytes of one sequence in brackets; formulas: "
-        "hybrid_jax/memory/formulas.py",
+        caption="without checkpoints; bytes of one sequence in brackets; counted up to "
+        f"{MOST_SEQUENCES - 1:,}; formulas: hybrid_jax/memory/formulas.py",
     )
     table.add_column("tokens each", justify="right")
     for name in ("layer by layer", "unified pages", "largest layer", "gain"):
         table.add_column(name, justify="right")
     for line in plan.concurrency():
+        all_counted = line.layer_by_layer < MOST_SEQUENCES - 1
+        sequences = f"{'' if all_counted else '>= '}{line.layer_by_layer:,}"
         gains = [
-            f"{line.layer_by_layer / other:.2f}x" if other else "-"
+            f"{line.layer_by_layer / other:.2f}x" if other and all_counted else "-"
             for other in (line.unified_pages, line.largest_layer)
         ]
         table.add_row(
             f"{line.context:,}",
-            f"{line.layer_by_layer:,} ({format_bytes(line.bytes_by_layer)})",
+            f"{sequences} ({format_bytes(line.bytes_by_layer)})",
             f"{line.unified_pages:,} ({format_bytes(line.bytes_unified)})",
             f"{line.largest_layer:,} ({format_bytes(line.bytes_largest)})",
             " / ".join(gains),
@@ -98,12 +108,3 @@ def pools_table(snapshot: MemorySnapshot) -> Table:
             f"{pool.fragmentation:.1%}",
         )
     return table
-
-
-def as_text(tables: Iterable[Table]) -> str:
-    """Tables as plain text, for a log."""
-    out = StringIO()
-    console = Console(file=out, width=WIDTH)
-    for table in tables:
-        console.print(table)
-    return out.getvalue()

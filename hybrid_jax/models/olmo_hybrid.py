@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from hybrid_jax.config import ModelConfig
+from hybrid_jax.errors import ModelError
 from hybrid_jax.models import hf_config as hf
 from hybrid_jax.models import weights as w
 from hybrid_jax.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec, NormSpec
@@ -42,7 +43,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 def _attention(config: Mapping[str, Any], norm: NormSpec, max_position: int) -> AttentionSpec:
     heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    head_dim = _head_dim(config, "head_dim", heads)
     params = hf.rope_parameters(config, hf.FULL)
     rope = None
     if params.get("rope_theta") is not None:
@@ -63,7 +64,7 @@ def _attention(config: Mapping[str, Any], norm: NormSpec, max_position: int) -> 
 def _gated_delta(config: Mapping[str, Any]) -> GatedDeltaSpec:
     heads = config["num_attention_heads"]
     k_heads = config.get("linear_num_key_heads") or heads
-    k_dim = config.get("linear_key_head_dim") or int(0.75 * config["hidden_size"] / k_heads)
+    k_dim = _head_dim(config, "linear_key_head_dim", k_heads, share=0.75)
     return GatedDeltaSpec(
         num_k_heads=k_heads,
         num_v_heads=config.get("linear_num_value_heads") or heads,
@@ -73,6 +74,17 @@ def _gated_delta(config: Mapping[str, Any]) -> GatedDeltaSpec:
         norm_eps=1e-5,  # fixed in the model's code, whatever rms_norm_eps says
         allow_neg_eigval=config.get("linear_allow_neg_eigval", True),
     )
+
+
+def _head_dim(config: Mapping[str, Any], name: str, heads: int, *, share: float = 1.0) -> int:
+    """config[name], or a head's part of that share of the hidden size."""
+    dim = config.get(name) or int(share * config["hidden_size"] / heads)
+    if dim < 1:
+        raise ModelError(
+            f"hidden_size of config.json is {config['hidden_size']}, too little for {heads} heads; "
+            f"correct it or add {name}"
+        )
+    return dim
 
 
 def weight_rules(config: ModelConfig, names: Collection[str]) -> list[w.Rule]:

@@ -61,7 +61,7 @@ class Runner:
             loaded=True,
             temporaries_from="estimate" if jax.default_backend() == "cpu" else "compiler",
         )
-        logger.info("%s", tables.as_text([tables.plan_table(self._plan)]))
+        logger.info("%s", tables.plan_line(self._plan))
         self._config = self._plan.config
         check_processors(processors, self._config, model.config.vocab_size)
         self._model = model

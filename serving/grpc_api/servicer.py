@@ -225,26 +225,30 @@ class Servicer(InferenceServiceServicer):
         params = sampling_params(request.sampling)
         self._server.check_params(params)
         request_id = request.request_id or new_id("grpc")
+        max_tokens = params.max_tokens if request.sampling.HasField("max_tokens") else None
         if request.session_id:
-            encode = partial(self._encode_turn, request.prompt)
+            encode = partial(self._encode_turn, request.prompt, max_tokens)
             return await self._sessions.generate(
                 request.session_id, encode, params, request_id, whole=whole
             )
         text, ids = await self._encode(request.prompt)
+        self._server.check_length(len(ids), max_tokens)
         wanted = Request(request_id, tuple(ids), params, text)
         if params.structured is not None:
             await self._engine.check(wanted)
         return self._engine.generate(wanted, whole=whole)
 
     async def _encode_turn(
-        self, prompt: pb.Prompt, known: tuple[int, ...]
+        self, prompt: pb.Prompt, max_tokens: int | None, known: tuple[int, ...]
     ) -> tuple[str | None, list[int]]:
         """What a session's turn adds to the tokens it knows. Raises InvalidRequest."""
         if known and prompt.WhichOneof("kind") == "chat":
             raise InvalidRequest(
                 "a session goes on with text or token_ids; only its first prompt may be a chat"
             )
-        return await self._encode(prompt, add_special_tokens=not known)
+        text, ids = await self._encode(prompt, add_special_tokens=not known)
+        self._server.check_length(len(known) + len(ids), max_tokens)
+        return text, ids
 
     async def _encode(
         self, prompt: pb.Prompt, *, add_special_tokens: bool = True

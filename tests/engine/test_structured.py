@@ -1,9 +1,12 @@
 """Structured output on the bundled model: texts match, whatever else the requests ask for."""
 
+import copy
 import json
+import pickle
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
@@ -271,3 +274,10 @@ def test_what_is_malformed_is_no_value(name: str) -> None:
     fields, words = MALFORMED[name]
     with pytest.raises(ValueError, match=words):
         StructuredOutput(**fields)
+
+
+def test_an_unknown_field_is_told_the_known_ones() -> None:
+    with pytest.raises(TypeError, match="no 'choices'; it takes json_schema, regex, choice or gr"):
+        StructuredOutput(choices=["a"])  # type: ignore[call-arg]
+    given = StructuredOutput(choice=["a"])
+    assert copy.deepcopy(given) == pickle.loads(pickle.dumps(given)) == replace(given)

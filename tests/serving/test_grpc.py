@@ -261,6 +261,7 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "n": ({"n": 17}, "max_n is 16"),
     "best_of": ({"best_of": 17, "n": 2}, "best_of is 17 but max_n is 16"),
     "tokens": ({"max_tokens": 0}, "max_tokens must be at least 1"),
+    "room": ({"max_tokens": 512}, "max_model_len 512; ask for at most 5"),
     "bias": ({"logit_bias": {2048: 1.0}}, "logit_bias"),
     "empty structure": ({"structured": pb.StructuredOutput()}, "exactly one of"),
     "regex": ({"structured": pb.StructuredOutput(regex="(")}, "unclosed group"),

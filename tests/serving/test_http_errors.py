@@ -72,6 +72,8 @@ CHAT: Any = {"messages": [{"role": "user", "content": "a"}]}
         ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
         ("completions", {"prompt": "a", "logit_bias": {"2048": 1}}, "2048"),
         ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": [5] * 12, "max_tokens": 501}, "ask for at most 500"),
+        ("chat/completions", CHAT | {"max_completion_tokens": 512}, "max_model_len 512; ask for"),
         ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream: true"),
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", b'{"messages": [{"role": "\\udc00", "content": "a"}]}', "surrogates"),

@@ -152,12 +152,13 @@ def test_echoed_prompts_have_log_probabilities(
             logprobs = choice.logprobs
             assert logprobs is not None and choice.finish_reason == "length"
             entries = [*want.prompt_logprobs[1:], *completion.logprobs[:max_tokens]]
-            assert logprobs.token_logprobs == [None, *(entry.logprob for entry in entries)]
-            tops = logprobs.top_logprobs or []
-            assert tops[0] is None and all(
-                list(top.values()) == list(entry.top.values())
-                for top, entry in zip(tops[1:], entries, strict=True)
-            )
+            first, *rest = logprobs.token_logprobs or []
+            # Other batches round other products: some float32 ulps.
+            assert first is None and rest == pytest.approx([e.logprob for e in entries], abs=1e-5)
+            nothing, *tops = logprobs.top_logprobs or []
+            assert nothing is None
+            for top, entry in zip(tops, entries, strict=True):
+                assert list(top.values()) == pytest.approx(list(entry.top.values()), abs=1e-5)
             tokens, offsets = logprobs.tokens or [], logprobs.text_offset or []
             assert offsets == [len("".join(tokens[:k])) for k in range(len(prompt) + max_tokens)]
             assert choice.text.endswith(completion.text if max_tokens else "")

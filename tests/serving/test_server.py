@@ -93,6 +93,18 @@ def test_a_port_in_use_is_an_os_error() -> None:
             asyncio.run(server.serve(engine, None, config, "toy"))
 
 
+def test_a_signal_before_it_serves_ends_a_process_in_order() -> None:
+    """While it loads or compiles, in steps that nothing has cached."""
+    with server_process("--row-buckets", "3", "--max-num-seqs", "3") as process:
+        while not any('"settings"' in line for line in process.lines):
+            assert process.process.poll() is None
+            threading.Event().wait(0.01)
+        process.terminate()
+        assert process.wait() == 0
+    *_, last = process.logs()
+    assert (last["message"], last["signal"]) == ("stopped before it served", "SIGTERM")
+
+
 def test_a_process_drains_and_aborts_and_tells_every_client() -> None:
     flags = [
         part

@@ -1,12 +1,16 @@
 """The memory plan of models that are not loaded, against sums by hand; other formulas too."""
 
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 from hybrid_jax.cache.chips import find_chip
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.memory.plan import MemoryPlan, plan_memory
+from hybrid_jax.memory.tables import concurrency_table, plan_line
 from hybrid_jax.models import config_from_hf
 from tests.helpers import tiny
 
@@ -38,6 +42,32 @@ def plan_of(config: dict[str, Any] | ModelConfig, chip: str = "v5p", **options: 
         chip=find_chip(chip),
         temporaries_from="estimate",
     )
+
+
+def text_of(table: Table) -> str:
+    out = StringIO()
+    Console(file=out, width=200).print(table)
+    return out.getvalue()
+
+
+def test_a_count_that_stops_at_the_limit_claims_no_gain() -> None:
+    """Tiny sequences on a large chip: more of them than an engine could have."""
+    rows = {
+        cells[0]: cells
+        for line in text_of(concurrency_table(plan_of(tiny.TINY["qwen3_5"], "h200"))).splitlines()
+        if len(cells := [cell.strip() for cell in line.strip("│").split("│")]) == 5
+    }
+    assert rows["256"][1].startswith(">= 65,535 (") and rows["256"][4] == "- / -"
+    large = text_of(concurrency_table(plan_of(QWEN35, "h200")))
+    assert ">=" not in large and "x / " in large
+
+
+def test_the_plan_for_a_log_is_one_plain_line() -> None:
+    plan = plan_of(QWEN35, max_num_seqs=64, max_model_len=4096)
+    line = plan_line(plan)
+    assert line.isascii() and "\n" not in line
+    assert all(part.name in line for part in plan.lines())
+    assert "max_num_seqs 64, max_model_len 4096" in line
 
 
 def test_qwen35_by_hand() -> None:

@@ -56,6 +56,7 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("qwen3", "rms_norm_eps", -1.0, "rms_norm_eps of config.json must be in"),
     ("qwen3", "rms_norm_eps", float("nan"), "rms_norm_eps of config.json must be in .* got nan"),
     ("qwen3", "tie_word_embeddings", "no", "tie_word_embeddings of config.json must be a bool"),
+    ("olmo_hybrid", "hidden_size", 2, "hidden_size of config.json is 2, too little for 4 heads"),
     (
         "qwen3",
         "hidden_act",

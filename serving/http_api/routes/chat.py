@@ -31,7 +31,8 @@ async def create_chat_completion(body: ChatRequest, http: Request, server: Serve
         **_template_variables(server, body.chat_template_kwargs or {}),
     )
     form = ChatFormat(server, body)
-    requests = await server.requests(form.id, [token_ids], params)
+    asked = body.max_completion_tokens or body.max_tokens
+    requests = await server.requests(form.id, [token_ids], params, max_tokens=asked)
     if body.stream:
         return stream(server.engine, requests, lambda: form, include_usage=body.include_usage)
     return form.whole(await collect(http, server.engine, requests))

@@ -30,7 +30,7 @@ async def create_completion(body: CompletionRequest, http: Request, server: Serv
     params = body.sampling_params(logprobs=body.logprobs, **wanted)
     prompts = await _token_ids(server, body)
     form = CompletionFormat(server, body, prompts, params.n)
-    requests = await server.requests(form.id, prompts, params)
+    requests = await server.requests(form.id, prompts, params, max_tokens=body.max_tokens)
     if body.stream:
         return stream(server.engine, requests, lambda: form, include_usage=body.include_usage)
     outputs = await collect(http, server.engine, requests)
