@@ -142,10 +142,14 @@ class LLM:
                 f"tokenizer must be an HFTokenizer, got {shown(tokenizer)}; make one with "
                 "hybrid_jax.tokenizer.load_tokenizer(directory)"
             )
-        engine, found = connect(
-            model, dtype=dtype, logits_processors=logits_processors, engine_options=engine_options
+        engine, used = connect(
+            model,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            logits_processors=logits_processors,
+            engine_options=engine_options,
         )
-        self._set_up(engine, tokenizer or found)
+        self._set_up(engine, used)
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: HFTokenizer | None) -> "LLM":
@@ -380,16 +384,17 @@ def connect(
     model: str | Path,
     *,
     dtype: str,
+    tokenizer: HFTokenizer | None = None,
     logits_processors: Mapping[str, LogitsProcessor] | None = None,
     engine_options: dict[str, Any],
 ) -> tuple[Engine, HFTokenizer | None]:
-    """Loads a model and builds its runner, engine and tokenizer."""
+    """Loads a model and builds its runner, engine and tokenizer: the given one or its own."""
     from hybrid_jax.runtime.runner import Runner, open_model
 
     config = EngineConfig.of(engine_options)
     loaded = open_model(model, dtype=dtype, config=config)
     runner = Runner(loaded, config, processors=logits_processors)
-    tokenizer = find_tokenizer(loaded.source)
+    tokenizer = tokenizer or find_tokenizer(loaded.source)
     grammars = None
     if tokenizer is not None:
         grammars = GrammarCompiler(tokenizer.hf, loaded.config.vocab_size, loaded.stop_ids)

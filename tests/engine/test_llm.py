@@ -8,12 +8,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hybrid_jax.bundled import bundled_model
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import Request
 from hybrid_jax.errors import EngineDead, InvalidRequest, ModelError
 from hybrid_jax.llm import LLM
 from hybrid_jax.sampling_params import SamplingParams
+from hybrid_jax.structured import StructuredOutput
 from hybrid_jax.tokenizer import HFTokenizer, load_tokenizer
+from tests.helpers import tiny
 from tests.helpers.engine_checks import (
     assert_baseline,
     expected_tokens,
@@ -386,6 +389,17 @@ def test_no_progress_bar_is_left_behind_by_an_error(
 def test_a_tokenizer_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="tokenizer must be an HFTokenizer, got 'gpt2'; make one"):
         LLM("no model is looked for", tokenizer="gpt2")  # type: ignore[arg-type]
+
+
+def test_a_given_tokenizer_serves_texts_and_grammars(tmp_path: Any) -> None:
+    """Of a model that has none of its own."""
+    directory = tiny.write_checkpoint("qwen3", tmp_path, seed=0)
+    tokenizer = load_tokenizer(bundled_model())
+    with LLM(directory, tokenizer=tokenizer, max_num_seqs=1, max_model_len=64) as llm:
+        engine = llm._engine
+        assert llm.tokenizer is engine._outputs._tokenizer is tokenizer
+        form = StructuredOutput(choice=["yes", "no"])
+        engine.validate(Request("r", (40, 41), SamplingParams(structured=form, stop=["."])))
 
 
 def test_a_tokenizer_does_not_depend_on_config_json(tmp_path: Any) -> None:
