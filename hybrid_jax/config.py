@@ -69,7 +69,8 @@ class EngineConfig:
     swap_bytes: int = 0  # host memory for preempted sequences; 0: they are computed again
     prefill_alignment: int = 0  # prefill chunks end at multiples; 0: the linear kernels' chunk or 1
     debug_poison: bool = False  # fill freed memory with NaN and check every id after every step
-    kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the activation dtype
+    # Of keys and values; auto: the activation dtype, fp8: float8_e4m3fn without a scale.
+    kv_dtype: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
     state_dtype: Literal["float32", "bfloat16"] = "float32"  # of stored recurrent states
     row_buckets: tuple[int, ...] = ()  # S; empty: powers of two up to max_num_seqs
     token_buckets: tuple[int, ...] = ()  # T of mixed steps; empty: powers of two up to the budget
@@ -190,7 +191,7 @@ _CHECKS: dict[str, Check] = {
     "swap_bytes": integer(0, 2**63 - 1, "use 0 to compute preempted sequences again"),
     "prefill_alignment": integer(0, 1_048_576, _CHOSEN),
     "debug_poison": boolean,
-    "kv_dtype": choice(("auto", "float32", "bfloat16")),
+    "kv_dtype": choice(("auto", "float32", "bfloat16", "fp8")),
     "state_dtype": choice(("float32", "bfloat16")),
     "row_buckets": _buckets,
     "token_buckets": _buckets,

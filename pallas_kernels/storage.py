@@ -1,8 +1,9 @@
-"""How pools of bfloat16 values are held in memory.
+"""How pools of bfloat16 and float8 values are held in memory.
 
 XLA:CPU has no bfloat16 gather or scatter: it converts the whole operand to float32 and back, so a
-step would pass over the whole pool several times. On CPU pools therefore hold the bits as uint16,
-and only what an op reads or writes is converted. An op accepts both dtypes on every platform.
+step would pass over the whole pool several times. On CPU pools therefore hold the bits as uint16
+(of float8_e4m3fn as uint8), and only what an op reads or writes is converted. An op accepts both
+dtypes on every platform.
 """
 
 import jax
@@ -13,24 +14,35 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import platform as platform_
 
+FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
+FLOAT8_MAX = 448.0
+_BITS_OF = {jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16), FLOAT8: jnp.dtype(jnp.uint8)}
+_VALUES_OF = {bits: values for values, bits in _BITS_OF.items()}
+
 
 def storage_dtype(dtype: DTypeLike, platform: str | None = None) -> np.dtype:
     """The dtype of a pool of values of `dtype` on `platform` (default: the current one)."""
     platform = platform or platform_.current().platform
-    if platform == "cpu" and jnp.dtype(dtype) == jnp.bfloat16:
-        return jnp.dtype(jnp.uint16)
-    return jnp.dtype(dtype)
+    dtype = jnp.dtype(dtype)
+    return _BITS_OF.get(dtype, dtype) if platform == "cpu" else dtype
 
 
 def value_dtype(storage: DTypeLike) -> np.dtype:
     """The dtype of the values that a pool of dtype `storage` holds."""
-    is_bits = jnp.dtype(storage) == jnp.uint16
-    return jnp.dtype(jnp.bfloat16) if is_bits else jnp.dtype(storage)
+    storage = jnp.dtype(storage)
+    return _VALUES_OF.get(storage, storage)
 
 
 def encode(values: jax.Array, storage: DTypeLike) -> jax.Array:
-    """Values as they are held in a pool of dtype `storage`: rounded to its value dtype."""
-    values = values.astype(value_dtype(storage))
+    """Values as they are held in a pool of dtype `storage`: rounded to its value dtype.
+
+    float8_e4m3fn has no infinity and would turn everything from 480 on into NaN; it gets the
+    largest value that it has instead.
+    """
+    dtype = value_dtype(storage)
+    if dtype == FLOAT8:
+        values = jnp.clip(values, -FLOAT8_MAX, FLOAT8_MAX)
+    values = values.astype(dtype)
     is_bits = values.dtype != jnp.dtype(storage)
     return lax.bitcast_convert_type(values, jnp.dtype(storage)) if is_bits else values
 

@@ -28,7 +28,7 @@ _ENGINE_HELP = {
     "num_pages": "Pages per full-attention group; 0: enough for max_num_seqs.",
     "cache_bytes": "Upper bound for all caches; 0: from memory_utilization.",
     "memory_utilization": "Share of the device's memory to use.",
-    "kv_dtype": "Of keys and values; auto: the activations'.",
+    "kv_dtype": "Of keys and values: float32, bfloat16 or fp8; auto: the activations'.",
     "state_dtype": "Of stored recurrent states: float32 or bfloat16.",
     "row_buckets": "Numbers of rows to compile for.",
     "token_buckets": "Numbers of tokens to compile for.",

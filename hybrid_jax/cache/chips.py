@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +27,7 @@ class Chip:
     memory_bytes: int
     kind: str  # as the runtime names it
     topology: str = ""  # the smallest one that libtpu compiles for
+    has_float8: bool = False
 
 
 CHIPS = {
@@ -36,11 +37,12 @@ CHIPS = {
         Chip("v5e", "tpu", 16 * GIB, "TPU v5 lite", "v5e:2x2"),
         Chip("v5p", "tpu", 95 * GIB, "TPU v5", "v5p:2x2x1"),
         Chip("v6e", "tpu", 32 * GIB, "TPU v6 lite", "v6e:2x2"),
-        Chip("tpu7x", "tpu", 96 * GIB, "TPU7x", "tpu7x:2x2x1"),  # two devices on a chip of 192
+        # Two devices on a chip of 192 GiB.
+        Chip("tpu7x", "tpu", 96 * GIB, "TPU7x", "tpu7x:2x2x1", has_float8=True),
         Chip("a100", "gpu", 81_920 * MIB, "NVIDIA A100-SXM4-80GB"),
-        Chip("h100", "gpu", 81_559 * MIB, "NVIDIA H100 80GB HBM3"),
-        Chip("h200", "gpu", 143_771 * MIB, "NVIDIA H200"),
-        Chip("b200", "gpu", 183_359 * MIB, "NVIDIA B200"),
+        Chip("h100", "gpu", 81_559 * MIB, "NVIDIA H100 80GB HBM3", has_float8=True),
+        Chip("h200", "gpu", 143_771 * MIB, "NVIDIA H200", has_float8=True),
+        Chip("b200", "gpu", 183_359 * MIB, "NVIDIA B200", has_float8=True),
     )
 }
 
@@ -54,7 +56,7 @@ def find_chip(name: str) -> Chip:
     if not name:
         return this_chip()
     if name == "cpu":
-        return Chip("cpu", "cpu", host_memory().total, "cpu")
+        return Chip("cpu", "cpu", host_memory().total, "cpu", has_float8=True)  # emulated
     if name not in CHIPS:
         raise ValueError(f"chip {name!r} is not known; choose cpu, {', '.join(CHIPS)}")
     return CHIPS[name]
@@ -68,8 +70,18 @@ def this_chip() -> Chip:
     known = [chip for chip in CHIPS.values() if chip.kind == device.device_kind]
     stats = device.memory_stats() or {}
     memory = stats.get("bytes_limit") or (known[0].memory_bytes if known else 0)
-    name = known[0].name if known else device.device_kind
-    return Chip(name, platform, memory, device.device_kind, known[0].topology if known else "")  # type: ignore[arg-type]
+    if known:
+        return replace(known[0], memory_bytes=memory)
+    return Chip(device.device_kind, platform, memory, device.device_kind)  # type: ignore[arg-type]
+
+
+def check_float8(chip: Chip) -> None:
+    """Raises ValueError if a chip computes nothing with float8."""
+    if not chip.has_float8:
+        raise ValueError(
+            f"kv_dtype fp8 needs a chip with float8, which {chip.name} is not; use bfloat16 or "
+            f"one of {', '.join(other.name for other in CHIPS.values() if other.has_float8)}"
+        )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ SHORTEST = 2  # tokens of the shortest request: one of the prompt, one of the ou
 
 def model_groups(model: ModelConfig, config: EngineConfig, dtype: str) -> tuple[CacheGroup, ...]:
     """The cache groups of a model whose activations have `dtype`."""
-    kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
+    kv_dtype = {"auto": dtype, "fp8": "float8_e4m3fn"}.get(config.kv_dtype, config.kv_dtype)
     return cache_groups(
         [
             cache_spec(

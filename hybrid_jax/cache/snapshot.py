@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hybrid_jax.errors import SnapshotError
+from pallas_kernels.storage import FLOAT8
 
 VERSION = "1"
 _TOKENS = "token_ids"
@@ -19,7 +20,8 @@ class Snapshot:
     """The caches after the first `length` of `token_ids`, as numpy arrays.
 
     `arrays` maps "<layer>.<name>" to what the pages (in order; of a window layer only the last
-    ones) or the slot of a layer hold: [pages or 1, ...] in the dtype of the values.
+    ones) or the slot of a layer hold: [pages or 1, ...] in the dtype of the values; float8 may be
+    its bits, uint8.
     """
 
     token_ids: tuple[int, ...]
@@ -37,6 +39,9 @@ class Snapshot:
         """Writes a safetensors file."""
         tokens = np.array(self.token_ids, np.int32)
         arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
+        for name, array in arrays.items():
+            if array.dtype == FLOAT8:  # which safetensors writes and cannot read
+                arrays[name] = array.view(np.uint8)
         metadata = {
             "version": VERSION,
             "model": self.model,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hybrid_jax.cache.arrays import CacheSizes
+from hybrid_jax.cache.chips import check_float8
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.loading import LoadedModel, load_config, load_model
 from hybrid_jax.memory import tables
@@ -62,6 +63,8 @@ class Runner:
             temporaries_from="estimate" if jax.default_backend() == "cpu" else "compiler",
         )
         logger.info("%s", tables.plan_line(self._plan))
+        if config.kv_dtype == "fp8":
+            check_float8(self._plan.chip)
         self._config = self._plan.config
         check_processors(processors, self._config, model.config.vocab_size)
         self._model = model

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -141,6 +142,26 @@ def test_bfloat16_pages_that_are_not_bits() -> None:
     case = next(case for case in CASES if case.name == "gemma3_270m_local")
     rows = Rows(decode=(20,), prefill=((0, 9),))
     check(Setup(case, rows), "reference", jnp.dtype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("pages", ["uint8", "float8_e4m3fn"])
+def test_float8_pages_hold_what_rounding_leaves(pages: str) -> None:
+    """The same as with wide pages and keys and values that were rounded before, to the bit."""
+    setup = Setup(SMALL[0], Rows(decode=(20,), prefill=((0, 9), (7, 30)), pad_rows=1))
+    narrow, _ = setup.run("reference", jnp.dtype(pages))
+    for name in ("k", "v", "before"):
+        rounded = getattr(setup, name).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        setattr(setup, name, rounded)
+    wide, after = setup.run("reference", jnp.dtype("float32"))
+    np.testing.assert_array_equal(narrow, wide)
+    np.testing.assert_array_equal(setup.run("reference", jnp.dtype(pages))[1][1:], after[1:])
+    assert np.abs(narrow - setup.expected()).max() > setup.case.atol  # it does round
+
+
+def test_what_float8_cannot_hold_becomes_its_largest_value() -> None:
+    values = jnp.array([1e9, -500.0, 448.0, jnp.nan, 0.0625], jnp.float32)
+    stored = storage.decode(storage.encode(values, jnp.uint8)).astype(jnp.float32)
+    np.testing.assert_array_equal(stored, [448.0, -448.0, 448.0, np.nan, 0.0625])
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)

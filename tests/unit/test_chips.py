@@ -9,6 +9,7 @@ import pytest
 from hybrid_jax.cache.chips import (
     CHIPS,
     available_bytes,
+    check_float8,
     device_bytes,
     find_chip,
     format_bytes,
@@ -38,6 +39,14 @@ TPU_BYTES = [
     ((248320, 2560), "bfloat16", 1271398400),
     ((5, 3), "float32", 2048),
 ]
+
+
+def test_a_chip_without_float8_is_refused_in_one_sentence() -> None:
+    for name in ("v4", "v5e", "v6e", "a100"):
+        with pytest.raises(ValueError, match=f"which {name} is not; use bfloat16 or one of tpu7x"):
+            check_float8(find_chip(name))
+    for name in ("cpu", "tpu7x", "h100", "h200", "b200"):
+        check_float8(find_chip(name))
 
 
 @pytest.mark.parametrize("shape, dtype, nbytes", TPU_BYTES)

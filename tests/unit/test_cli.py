@@ -181,7 +181,7 @@ def test_plan_compares_with_a_snapshot(run: Run, model: Path, tmp_path: Path) ->
 
 PLAN_MISTAKES = {
     "chip": (["--chip", "v99"], ["'v99' is not known", "v5e"]),
-    "kv dtype": (["--kv-dtype", "fp8"], ["kv_dtype 'fp8'", "bfloat16"]),
+    "kv dtype": (["--kv-dtype", "int4"], ["kv_dtype 'int4'", "bfloat16", "fp8"]),
     "state dtype": (["--state-dtype", "int8"], ["state_dtype 'int8'", "bfloat16"]),
     "page size": (["--page-size", "0"], ["page_size", "0"]),
     "devices": (["--tp", "0"], ["tensor_parallel_size", "0"]),
