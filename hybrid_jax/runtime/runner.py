@@ -54,17 +54,7 @@ class Runner:
         fill: float = 0.0,
     ) -> None:
         processors = processors or {}
-        # Host memory is elastic, so that on CPU a guess of the temporaries saves a compilation.
-        self._plan = plan_memory(
-            model.config,
-            config,
-            model.dtype,
-            loaded=True,
-            temporaries_from="estimate" if jax.default_backend() == "cpu" else "compiler",
-        )
-        logger.info("%s", tables.plan_line(self._plan))
-        if config.kv_dtype == "fp8":
-            check_float8(self._plan.chip)
+        self._plan = _plan_here(model, config)
         self._config = self._plan.config
         check_processors(processors, self._config, model.config.vocab_size)
         self._model = model
@@ -255,6 +245,17 @@ class Runner:
 
     def _count_trace(self) -> None:
         self._num_traces += 1
+
+
+def _plan_here(model: LoadedModel, config: EngineConfig) -> MemoryPlan:
+    """The plan for the default device. Raises ValueError as `plan_memory` and `check_float8` do."""
+    # Host memory is elastic, so that on CPU a guess of the temporaries saves a compilation.
+    source = "estimate" if jax.default_backend() == "cpu" else "compiler"
+    plan = plan_memory(model.config, config, model.dtype, loaded=True, temporaries_from=source)
+    if config.kv_dtype == "fp8":
+        check_float8(plan.chip)
+    logger.info("%s", tables.plan_line(plan))
+    return plan
 
 
 @jax.jit

@@ -3,30 +3,32 @@
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid_jax import SamplingParams, StructuredOutput
 from hybrid_jax.errors import InvalidRequest
 
-TokenId = StrictInt
 Stop = str | list[str] | None
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Body(BaseModel):
+    """What a client sends."""
+
+    # Strict: "1" is no number and 1 is no boolean, as the OpenAPI document says.
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """What a stream says besides its text."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None  # OpenAI's; there is none here
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """What the text must match; exactly one field."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     json_schema: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -34,7 +36,7 @@ class StructuredOutputs(_Body):
     grammar: str | None = None
 
 
-class SamplingFields(_Body):
+class SamplingFields(Body):
     """The fields that completions and chat share. Null means the default."""
 
     model: str | None = None
@@ -56,7 +58,7 @@ class SamplingFields(_Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -94,7 +96,7 @@ class SamplingFields(_Body):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool = False  # with logprobs, the prompt's tokens have theirs as well
     logprobs: int | None = None
     best_of: int | None = None
@@ -106,14 +108,14 @@ class CompletionRequest(SamplingFields):
         return self.echo and self.max_tokens == 0
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A piece of a message's text."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Body):
     """One message. Fields that are not named here reach the chat template as they are."""
 
     model_config = ConfigDict(extra="allow")
@@ -129,8 +131,10 @@ class ChatMessage(BaseModel):
         return message
 
 
-class JSONSchema(BaseModel):
+class JSONSchema(Body):
     """A named schema; `strict` makes no difference, it is always enforced."""
+
+    model_config = ConfigDict(extra="ignore")
 
     name: str
     description: str | None = None
@@ -138,7 +142,7 @@ class JSONSchema(BaseModel):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """What the text must look like."""
 
     type: Literal["text", "json_object", "json_schema"]

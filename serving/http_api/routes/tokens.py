@@ -3,19 +3,17 @@
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from hybrid_jax.errors import InvalidRequest
 from serving.http_api.context import Server
-from serving.http_api.schemas import ChatMessage, TokenId
+from serving.http_api.schemas import Body, ChatMessage
 
 router = APIRouter()
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """A text or a conversation, never both."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     prompt: str | None = None
@@ -33,13 +31,11 @@ class TokenizeResponse(BaseModel):
     max_model_len: int
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """Some tokens."""
 
-    model_config = ConfigDict(extra="forbid")
-
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: list[int]
 
 
 class DetokenizeResponse(BaseModel):
