@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-START_SECONDS = 240  # importing and compiling, on a busy machine
+START_SECONDS = 600  # importing and compiling, on a busy machine
 
 
 class ServerProcess:
