@@ -51,6 +51,9 @@ def test_every_field_of_the_engines_config_is_a_setting() -> None:
         ({"stall_seconds": 0}, "", "stall_seconds must be positive"),
         ({"http_port": 99_999_999}, "", "http_port must be from 0 to 65535, got 99999999"),
         ({"grpc_port": -1}, "", "grpc_port must be from 0 to 65535, got -1"),
+        ({"replicas": 0}, "", "replicas must be at least 1, got 0"),
+        ({"replicas": 2, "grpc_port": 0}, "", "over HTTP only; leave grpc_port out"),
+        ({"replica_resources": {"GPU": "some"}}, "", "replica_resources.GPU: .*'some'"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -102,6 +105,7 @@ def test_a_mistake_on_the_command_line_ends_with_code_2(
     for arguments, said in (
         (["--max-n", "0"], "max_n must be at least 1"),
         (["--dtype", "int3"], "int3"),
+        (["--replica-resources", "GPU"], "name=amount, got 'GPU'"),
         (["no/such/model"], "no/such/model"),
     ):
         monkeypatch.setattr("sys.argv", ["hybrid-jax", "serve", *arguments])
