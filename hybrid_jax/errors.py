@@ -25,6 +25,14 @@ class SnapshotTooLarge(SnapshotError):
     """A snapshot needs more pages or slots than are free now."""
 
 
+class CachesFull(HybridJaxError):
+    """The sessions of a workspace hold all the pages or slots there are. Nothing was computed."""
+
+
+class CannotRewind(HybridJaxError, ValueError):
+    """What a session remembered at that length is gone. Nothing has changed."""
+
+
 class StateOwnerMismatch(HybridJaxError):
     """A sequence's state slot held another sequence's state. The sequence was ended."""
 

@@ -60,10 +60,13 @@ def make_step(
     plan: CachePlan,
     config: EngineConfig,
     processors: tuple[LogitsProcessor, ...] = (),
+    *,
+    jit: bool = True,
 ) -> Step:
     """The compiled step over `model`: (carry, batch, sampling) -> (output, carry).
 
-    The carry given to it is donated: use the one it returns. `config` is resolved.
+    The carry given to it is donated: use the one it returns. `config` is resolved. With `jit` False
+    it is the traceable function, to be compiled as a part of yours.
     """
     layout = compiled.ParameterLayout.of(model.params)
     leaves = layout.pack(model.params)
@@ -75,10 +78,10 @@ def make_step(
         processors,
         implementations=config.implementations,
     )
-    jitted = compiled.jit_step(
-        compiled.make_step(spec), None, eager=config.enforce_eager, sharded=False
-    )
-    return lambda carry, batch, sampling: jitted(leaves, carry, batch, sampling)
+    step = compiled.make_step(spec)
+    if jit:
+        step = compiled.jit_step(step, None, eager=config.enforce_eager, sharded=False)
+    return lambda carry, batch, sampling: step(leaves, carry, batch, sampling)
 
 
 def greedy(config: EngineConfig) -> SamplingTable:
@@ -93,6 +96,7 @@ def sequence_batch(
     *,
     start: int,
     prefill: bool = False,
+    reach: int = 0,
 ) -> StepBatch:
     """A batch of one sequence that owns row 1, slot 1 and the first pages of every pool.
 
@@ -101,15 +105,17 @@ def sequence_batch(
         token_ids: tokens at positions start, start + 1, ...; exactly one unless `prefill`.
         start: tokens computed before.
         prefill: whether this is a piece of the prompt.
+        reach: tokens that the page tables cover, if more than these: for loops on the device.
 
     Raises:
         ValueError: the tokens do not fit the step's or the model's limit.
     """
     count, end = len(token_ids), start + len(token_ids)
-    if end > config.max_model_len or not 1 <= count <= config.max_num_batched_tokens:
+    if max(end, reach) > config.max_model_len or not 1 <= count <= config.max_num_batched_tokens:
         raise ValueError(
-            f"{count} tokens from position {start} do not fit max_num_batched_tokens "
-            f"{config.max_num_batched_tokens} and max_model_len {config.max_model_len}"
+            f"{count} tokens from position {start}, reach {reach}, do not fit "
+            f"max_num_batched_tokens {config.max_num_batched_tokens} and max_model_len "
+            f"{config.max_model_len}"
         )
     if not prefill and count != 1:
         raise ValueError(f"a decode step takes one token, got {count}; pass prefill=True")
@@ -128,7 +134,7 @@ def sequence_batch(
         tables=tuple(
             StateSlots(first(1), first(1), first(1), first(1))
             if isinstance(group.spec, StateSpec)
-            else _table(group.spec, config, rows, end)
+            else _table(group.spec, config, rows, max(end, reach))
             for group in plan.groups
         ),
         kind=StepKind.MIXED if prefill else StepKind.DECODE,

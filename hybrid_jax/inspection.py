@@ -134,7 +134,7 @@ def plan_kernels(
     )
     mesh = AbstractMesh((plan.config.tensor_parallel_size,), (AXIS,))
     caches, planned = plan.caches, []
-    for kind in StepKind:
+    for kind in (StepKind.DECODE, StepKind.MIXED):
         with platform.target(target.platform, target.kind), registry.recording() as choices:
             abstract_step(
                 model,

@@ -19,6 +19,8 @@ CHUNK = 64  # tokens per matrix product in prefill
 UNROLL = 8  # chunks per loop turn in `chunked`
 Arrays = tuple[jax.Array, ...]
 Step = tuple[jax.Array, jax.Array]  # out, state
+SlotOp = Callable[..., Step]
+"""(*tokens, state, batch, read_slots, write_slots) -> (out, state): an op's call in `api.py`."""
 
 
 class Recurrence(NamedTuple):
@@ -98,6 +100,61 @@ def ragged(
     if not batch.decode_only:
         out, state = _prefill(op, out, state, tokens, batch, sources, write_slots)
     return out, state
+
+
+def together(
+    op: SlotOp,
+    tokens: Arrays,
+    state: jax.Array,
+    batch: RaggedBatch,
+    read_slots: jax.Array,
+    write_slots: jax.Array,
+) -> Step:
+    """The op on the batch as it is: one state per row is written."""
+    return op(*tokens, state, batch, read_slots, write_slots)
+
+
+def token_by_token(
+    op: SlotOp,
+    tokens: Arrays,
+    state: jax.Array,
+    batch: RaggedBatch,
+    read_slots: jax.Array,
+    write_slots: jax.Array,
+) -> Step:
+    """The op on rows of N tokens each, in its decode form, one token of every row at a time.
+
+    Token i of a row starts from the slot that token i - 1 wrote, the first one from the row's read
+    slot, which may be its first write slot. So the state after every token stays, and taking tokens
+    back is a choice of the slot to read next. The arithmetic is that of N decode steps.
+
+    Args:
+        op: the call.
+        tokens: its operands [S * N, ...], row by row.
+        state: [slots, ...]. batch: prefill rows of N tokens, then padding rows.
+        read_slots: i32[S]. write_slots: i32[S, N].
+
+    Returns:
+        out [S * N, ...] and the new `state`.
+    """
+    rows, count = write_slots.shape
+    before = batch.seq_lens - count
+    num_rows = batch.counts[1]
+    starts = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32), num_rows)
+
+    def body(state: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        i, reads, writes, *token = one
+        seq_lens = jnp.where(batch.row_valid, before + i + 1, 0)
+        counts = jnp.stack([num_rows, num_rows])
+        decode = RaggedBatch(starts, seq_lens, counts, decode_only=True)
+        out, state = op(*token, state, decode, reads, writes)
+        return state, out
+
+    reads = jnp.concatenate([read_slots[:, None], write_slots[:, :-1]], axis=1)
+    by_token = [jnp.swapaxes(x.reshape(rows, count, *x.shape[1:]), 0, 1) for x in tokens]
+    index = jnp.arange(count, dtype=jnp.int32)
+    state, out = lax.scan(body, state, (index, reads.T, write_slots.T, *by_token))
+    return jnp.swapaxes(out, 0, 1).reshape(-1, *out.shape[2:]), state
 
 
 def _read(state: jax.Array, source: jax.Array) -> jax.Array:

@@ -41,7 +41,7 @@ class StateSlots:
     """
 
     read: jax.Array  # i32[S]
-    write: jax.Array  # i32[S]
+    write: jax.Array  # i32[S]; in a VERIFY step i32[S, T / S]: one per token
     read_owner: jax.Array  # i32[S] who must own `read` when the row has earlier tokens
     write_owner: jax.Array  # i32[S] who owns `write` after the step
 

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hybrid_jax.errors import SnapshotError
+from hybrid_jax.specs import CacheGroup
 from pallas_kernels.storage import FLOAT8
 
 VERSION = "1"
@@ -34,6 +35,11 @@ class Snapshot:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays.values())
+
+    def count(self, group: CacheGroup) -> int:
+        """Pages or slots of one cache group."""
+        layer = f"{group.layers[0]}."
+        return next(len(array) for name, array in self.arrays.items() if name.startswith(layer))
 
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file."""

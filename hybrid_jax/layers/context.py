@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import jax
 
+from hybrid_jax.cache.arrays import StateSlots
 from hybrid_jax.layers.rope import cos_sin
 from hybrid_jax.specs import AttentionSpec, LayerSpec, RopeSpec
 from pallas_kernels.ragged import RaggedBatch
+from pallas_kernels.recurrence import SlotOp, together, token_by_token
 
 RopeTables = dict[RopeSpec, tuple[jax.Array, jax.Array]]
 
@@ -17,6 +19,14 @@ class StepContext:
 
     ragged: RaggedBatch
     rope: RopeTables
+    verify: bool = False  # the state after every token is kept, see `StepKind.VERIFY`
+
+    def slot_to_slot(
+        self, op: SlotOp, tokens: tuple[jax.Array, ...], state: jax.Array, table: StateSlots
+    ) -> tuple[jax.Array, jax.Array]:
+        """Runs an op with state over the batch: its out [T, ...], and the new `state`."""
+        run = token_by_token if self.verify else together
+        return run(op, tokens, state, self.ragged, table.read, table.write)
 
 
 def rope_tables(layers: tuple[LayerSpec, ...], positions: jax.Array) -> RopeTables:

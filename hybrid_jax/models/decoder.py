@@ -1,5 +1,6 @@
 """The one decoder that all families share. A family differs by its specs, not by its code."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +97,8 @@ class Decoder(nnx.Module):
         caches: tuple[LayerCache, ...],
         tables: tuple[jax.Array | StateSlots, ...],
         context: StepContext,
+        *,
+        on_layer: Callable[[int, jax.Array], None] = lambda count, hidden: None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         """One step.
 
@@ -103,6 +106,7 @@ class Decoder(nnx.Module):
             token_ids: i32[T]. positions: i32[T].
             caches: one per layer. tables: one per layer (the table of its cache group).
             context: row boundaries; its rope tables are filled here.
+            on_layer: called with the hidden states [T, D] after 0, 1, ... layers.
 
         Returns:
             Hidden states [T, D] before the final norm, and the caches.
@@ -110,10 +114,12 @@ class Decoder(nnx.Module):
         context = replace(context, rope=rope_tables(self.config.layers, positions))
         x = self._embed(token_ids)
         updated = []
+        on_layer(0, x)
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}_{self.config.layers[i].kind}"):
                 x, cache = layer(x, caches[i], tables[i], context)
             updated.append(cache)
+            on_layer(i + 1, x)
         return x, tuple(updated)
 
     def dense(self, token_ids: jax.Array, *, chunked: bool = False) -> jax.Array:

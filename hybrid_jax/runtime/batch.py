@@ -6,6 +6,7 @@ Dimension letters: T tokens, S rows, M page-table width, R persistent rows, L ma
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 import jax
 
@@ -15,10 +16,23 @@ from pallas_kernels.ragged import RaggedBatch
 
 
 class StepKind(Enum):
-    """The phase of a step. DECODE: one token per row, T == S. MIXED: any ragged batch."""
+    """The phase of a step.
+
+    DECODE: one token per row, T == S. MIXED: any ragged batch. VERIFY: T / S tokens in every row,
+    and the state after each of them in a slot of its own, so that some can be taken back.
+    """
 
     DECODE = "decode"
     MIXED = "mixed"
+    VERIFY = "verify"
+
+
+@dataclass(frozen=True)
+class Returns:
+    """What a step returns besides sampled tokens. Each value is a trace of its own."""
+
+    logits: Literal["none", "last", "all"] = "none"  # of no token, each row's last, or every one
+    hidden: tuple[int, ...] = ()  # hidden states after so many layers; 0: the embeddings
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +62,7 @@ class StepBatch:
     counts: jax.Array  # i32[2] decode rows, all rows
     tables: tuple[jax.Array | StateSlots, ...]
     kind: StepKind = field(metadata={"static": True})
+    returns: Returns = field(default=Returns(), metadata={"static": True})
     # None makes a trace of its own; `Runner.complete` says "nobody asks" with arrays instead.
     masks: TokenMasks | None = None  # None: any token
     targets: jax.Array | None = None  # i32[T] the prompt's next token after each, if its log
@@ -73,6 +88,9 @@ class StepOutput:
     usable: jax.Array  # bool[S] what its request asked for left a token to sample
     owner_ok: jax.Array  # bool[S] every state slot read belonged to the expected owner
     prompt_logprobs: Logprobs | None  # of the batch's `targets`, [T]; None: the batch had none
+    # As `StepBatch.returns` asks:
+    logits: jax.Array | None = None  # f32[S, V] or f32[T, V]
+    hidden: tuple[jax.Array, ...] = ()  # [T, D] each, before the final norm
 
 
 @jax.tree_util.register_dataclass

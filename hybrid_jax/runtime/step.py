@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 from hybrid_jax.cache.arrays import CacheSizes, MakeArray, StateSlots, layer_specs, make_cache
 from hybrid_jax.config import EngineConfig
 from hybrid_jax.layers.context import StepContext
-from hybrid_jax.models.decoder import Params, bind
-from hybrid_jax.runtime.batch import Carry, StepBatch, StepOutput
+from hybrid_jax.models.decoder import Decoder, Params, bind
+from hybrid_jax.runtime.batch import Carry, Returns, StepBatch, StepKind, StepOutput
 from hybrid_jax.runtime.logprobs import prompt_logprobs
 from hybrid_jax.runtime.mesh import Partitioner
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable, sample
@@ -149,8 +149,10 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
         history = carry.history.at[row_of_token, batch.positions].set(tokens)
         tables = tuple(batch.tables[group] for group in group_of_layer)
         with registry.partitioned(spec.partitioned), registry.forcing(spec.implementations):
+            context = StepContext(ragged, {}, verify=batch.kind is StepKind.VERIFY)
+            seen: dict[int, jax.Array] = {}
             hidden, caches = model(
-                tokens, batch.positions, carry.caches, tables, StepContext(ragged, {})
+                tokens, batch.positions, carry.caches, tables, context, on_layer=seen.__setitem__
             )
         last = hidden[jnp.maximum(batch.query_start_loc[1:] - 1, 0)]
         logits = model.logits(last)
@@ -183,11 +185,22 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
             finite=sampled.finite & jnp.all(jnp.isfinite(last), axis=-1),
             owner_ok=owner_ok,
             prompt_logprobs=prompt,
+            logits=_returned_logits(batch.returns, model, logits, hidden),
+            hidden=tuple(seen[count] for count in batch.returns.hidden),
         )
         last_token = carry.last_token.at[batch.row_ids].set(sampled.tokens)
         return output, Carry(caches, owners, last_token, history)
 
     return step
+
+
+def _returned_logits(
+    returns: Returns, model: Decoder, last: jax.Array, hidden: jax.Array
+) -> jax.Array | None:
+    """What the caller of the step wants to see of the logits."""
+    if returns.logits == "all":
+        return model.logits(hidden)
+    return last if returns.logits == "last" else None
 
 
 def check_owners(
@@ -206,7 +219,9 @@ def check_owners(
         ok &= ~has_state | (owner[table.read] == table.read_owner)
     for owner, table in zip(owners, slots, strict=True):
         # What came of a wrong state is nobody's: whoever shares it is told as well.
-        updated.append(owner.at[table.write].set(jnp.where(ok, table.write_owner, 0)))
+        new = jnp.where(ok, table.write_owner, 0)
+        per_slot = new.reshape(-1, *[1] * (table.write.ndim - 1))
+        updated.append(owner.at[table.write].set(per_slot))
     return ok, tuple(updated)
 
 

@@ -1,5 +1,7 @@
 """Gated delta net (Yang et al. 2024): causal convolution, gated delta rule, gated output norm."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -41,20 +43,15 @@ class GatedDeltaNet(nnx.Module):
         self, x: jax.Array, cache: StateCache, table: StateSlots, context: StepContext
     ) -> tuple[jax.Array, StateCache]:
         """One step. x [T, D] -> [T, D] and the cache with the rows' new states."""
-        mixed, conv = causal_conv1d.causal_conv1d(
-            self.in_proj_qkv(x),
-            self.conv_weight[...],
-            None,
-            cache.conv,
-            context.ragged,
-            table.read,
-            table.write,
-            activation="silu",
-        )
-        q, k, v = self._split(mixed)
-        g, beta = self._gates(x)
-        out, recurrent = gated_delta_rule.gated_delta_rule(
-            q, k, v, g, beta, cache.recurrent, context.ragged, table.read, table.write
+
+        def convolve(x: jax.Array, *slots: Any) -> tuple[jax.Array, jax.Array]:
+            weight = self.conv_weight[...]
+            return causal_conv1d.causal_conv1d(x, weight, None, *slots, activation="silu")
+
+        mixed, conv = context.slot_to_slot(convolve, (self.in_proj_qkv(x),), cache.conv, table)
+        operands = (*self._split(mixed), *self._gates(x))
+        out, recurrent = context.slot_to_slot(
+            gated_delta_rule.gated_delta_rule, operands, cache.recurrent, table
         )
         return self._output(out, x), StateCache(conv, recurrent)
 
