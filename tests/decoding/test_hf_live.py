@@ -59,7 +59,7 @@ def beams(model: Any, prompt: tuple[int, ...], **options: Any) -> list[tuple[lis
 
 # Gated delta nets with full attention, and windows with soft caps; without experts, whose choice is
 # discrete.
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_beam_search_and_guidance(name: str, tmp_path: Path) -> None:
     """Tokens and scores, ended by length or by a stop token, for several settings.
 

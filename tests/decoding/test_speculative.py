@@ -82,7 +82,8 @@ def test_greedy_tokens_after_short_prompts(
             assert acceptance.steps == NEW - 1 and acceptance.by_position() == [0.0] * K
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("olmo_hybrid", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "olmo_hybrid"])
 def test_other_models(name: str, workspace: GetWorkspace, oracles: Oracles) -> None:
     """Windows without states: pages that only wrong guesses reached are given back."""
     prompt = random_prompt(19, SEED)
