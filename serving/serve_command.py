@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 import signal
 import types
 import typing
@@ -44,10 +45,13 @@ def serve(config: Path | None, **flags: Any) -> None:
 
 
 def _leave(number: int, frame: types.FrameType | None) -> None:
-    """Ends a process that does not serve yet, once a compilation under way is done."""
+    """Ends a process that does not serve yet, at once: there is nothing to put in order.
+
+    Not by an exception: one that is raised below a callback of C code gets lost, or crashes it.
+    """
     del frame
     logger.info("stopped before it served", extra={"signal": signal.Signals(number).name})
-    raise SystemExit(0)
+    os._exit(0)
 
 
 def _amounts(pairs: list[str]) -> dict[str, str]:

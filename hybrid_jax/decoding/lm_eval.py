@@ -88,7 +88,7 @@ class HybridLM(LM):
         """Per (context, options): text up to the first of the strings in `options["until"]`."""
         texts = []
         for request in track(requests, "generate", transient=True):
-            context, options = request.args
+            context, options = request.args  # pyright: ignore[reportAssignmentType]  # a bare tuple
             texts.append(self._generate(context, dict(options)))
         return texts
 

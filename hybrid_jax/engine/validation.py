@@ -65,9 +65,10 @@ class RequestValidator:
     def _check_prefix(self, request: Request) -> None:
         prefix, prompt = request.prefix, request.prompt_token_ids
         if (request.keep or prefix is not None) and request.params.num_sequences > 1:
+            name = "best_of" if request.params.ranked else "n"
             raise InvalidRequest(
-                f"a session has one completion at a time, got {request.params.num_sequences}; fork "
-                "it instead"
+                f"a session has one completion at a time, got {name}="
+                f"{request.params.num_sequences}; fork it instead"
             )
         if prefix is not None and prompt[: prefix.length] != prefix.token_ids:
             raise InvalidRequest(

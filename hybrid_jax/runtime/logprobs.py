@@ -87,7 +87,8 @@ def prompt_logprobs(
         missing = -num_tokens % block
         states = jnp.pad(hidden, ((0, missing), (0, 0))).reshape(-1, block, hidden.shape[1])
         found = lax.map(one, (states, jnp.pad(targets, (0, missing)).reshape(-1, block)))
-        flat = (x.reshape(-1, *x.shape[2:])[:num_tokens] for x in found)
+        padded = num_tokens + missing
+        flat = (x.reshape(padded, *x.shape[2:])[:num_tokens] for x in found)
         return Logprobs(*flat)
 
     return lax.cond(jnp.any(targets >= 0), compute, lambda: Logprobs.none(num_tokens, count))

@@ -13,7 +13,7 @@ from hybrid_jax.config import EngineConfig
 from hybrid_jax.layers.context import StepContext
 from hybrid_jax.models.decoder import Decoder, Params, bind
 from hybrid_jax.runtime.batch import Carry, Returns, StepBatch, StepKind, StepOutput
-from hybrid_jax.runtime.logprobs import prompt_logprobs
+from hybrid_jax.runtime.logprobs import Logprobs, prompt_logprobs
 from hybrid_jax.runtime.mesh import Partitioner
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable, sample
 from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec
@@ -167,16 +167,6 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
                 max_logprobs=spec.max_logprobs,
                 processors=spec.processors,
             )
-        prompt = None
-        if batch.targets is not None:
-            with jax.named_scope("prompt_logprobs"):
-                prompt = prompt_logprobs(
-                    model.logits,
-                    hidden,
-                    batch.targets,
-                    num_rows=batch.seq_lens.shape[0],
-                    count=spec.max_logprobs,
-                )
         owner_ok, owners = check_owners(carry.owners, batch)
         output = StepOutput(
             tokens=sampled.tokens,
@@ -184,7 +174,7 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
             usable=sampled.usable,
             finite=sampled.finite & jnp.all(jnp.isfinite(last), axis=-1),
             owner_ok=owner_ok,
-            prompt_logprobs=prompt,
+            prompt_logprobs=_prompt_logprobs(batch, model, hidden, spec.max_logprobs),
             logits=_returned_logits(batch.returns, model, logits, hidden),
             hidden=tuple(seen[count] for count in batch.returns.hidden),
         )
@@ -192,6 +182,22 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
         return output, Carry(caches, owners, last_token, history)
 
     return step
+
+
+def _prompt_logprobs(
+    batch: StepBatch, model: Decoder, hidden: jax.Array, count: int
+) -> Logprobs | None:
+    """Of the batch's targets, if it has any."""
+    if batch.targets is None:
+        return None
+    with jax.named_scope("prompt_logprobs"):
+        return prompt_logprobs(
+            model.logits,
+            hidden,
+            batch.targets,
+            num_rows=batch.seq_lens.shape[0],
+            count=count,
+        )
 
 
 def _returned_logits(

@@ -16,7 +16,10 @@ from tests.decoding.conftest import GetWorkspace
 from tests.helpers.real_engine import random_prompt
 
 # lara_mini has all three kinds of layers; gemma3 no state; olmo_hybrid another layout and decay.
-NAMES = ["lara_mini", "gemma3", pytest.param("olmo_hybrid", marks=pytest.mark.slow)]
+NAMES = [
+    "lara_mini",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "olmo_hybrid")),
+]
 SEED = int(os.environ.get("HYBRID_JAX_TEST_SEED") or int.from_bytes(os.urandom(3)))
 # Both sides compute in float32 but sum in other orders; logits are of order one to ten.
 TOLERANCE = 2e-4
@@ -185,7 +188,7 @@ def test_random_walks(workspace: GetWorkspace, models: Models) -> None:
             assert close(session.next_logits, wanted), f"HYBRID_JAX_TEST_SEED={SEED}"
 
 
-@pytest.mark.parametrize("name", ["lara_mini", "gemma3"])
+@pytest.mark.parametrize("name", NAMES[:2])
 def test_surgery(name: str, workspace: GetWorkspace) -> None:
     """What one session remembers, put into another, makes that one go on like the first."""
     space = workspace(name)
@@ -246,6 +249,7 @@ def test_snapshots(name: str, workspace: GetWorkspace, models: Models) -> None:
             other.session().snapshot()
 
 
+@pytest.mark.slow
 def test_the_same_as_serving(workspace: GetWorkspace, models: Models) -> None:
     """Samples of `LLM.generate`; snapshots of `LLM.session` and back, over other buckets."""
     space, known = workspace("lara_mini"), tokens(9, 12)

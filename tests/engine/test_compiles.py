@@ -37,7 +37,7 @@ def test_nothing_compiles_after_the_warm_up(tmp_path: Path) -> None:
         prefill_alignment=8,
         checkpoint_interval=8,
         debug_poison=True,
-        num_pages=22,  # little enough for preemptions
+        num_pages=16,  # little enough for preemptions
         swap_bytes=2**20,
         warmup=True,
     )

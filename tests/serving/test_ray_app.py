@@ -20,6 +20,7 @@ from tests.helpers.http_server import MODEL, LoopThread
 from tests.helpers.server_process import ServerProcess, server_process
 from tests.serving.conftest import ENGINE_OPTIONS, Bundled
 
+pytestmark = pytest.mark.slow
 GREEDY: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0.0}
 LONG = 400  # tokens; takes seconds
 STATES = 64  # prefixes are found at multiples of so many tokens
