@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,11 +23,11 @@ TOPOLOGIES = {
 }
 # An instruction of an optimised module: name = type opcode(
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(", re.MULTILINE)
-_FREE = {"parameter", "custom-call", "get-tuple-element", "tuple", "bitcast"}
+FREE = {"parameter", "custom-call", "get-tuple-element", "tuple", "bitcast"}
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed: pip install 'hybrid-jax[tpu]' compiles without a device",
+    reason="libtpu, the TPU's compiler, is not installed; it exists for Linux x86-64 only",
 )
 
 
@@ -52,20 +52,27 @@ def compile_for(
         return jax.jit(fn, donate_argnums=tuple(donate)).lower(*placed).compile()
 
 
+def results(compiled: jax.stages.Compiled) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Opcode and dimensions of every array that an instruction of the module makes."""
+    for types, opcode in _INSTRUCTION.findall(compiled.as_text()):
+        for dims in re.findall(r"\w+\[([\d,]+)\]", types):
+            yield opcode, tuple(int(n) for n in dims.split(","))
+
+
+def count_calls(compiled: jax.stages.Compiled, kernel: str) -> int:
+    """How often the module calls a kernel."""
+    return len(re.findall(rf"%{kernel}[.\d]* = .*custom-call", compiled.as_text()))
+
+
 def check_in_place(
     compiled: jax.stages.Compiled, pool: jax.ShapeDtypeStruct, kernels: Sequence[str]
 ) -> None:
     """The kernels run, nothing else makes an array as large as `pool`, and `pool` is aliased."""
     size = int(np.prod(pool.shape))
-    makers = set()
-    text = compiled.as_text()
-    missing = [name for name in kernels if not re.search(rf"%{name}[.\d]* = .*custom-call", text)]
+    missing = [name for name in kernels if not count_calls(compiled, name)]
     assert not missing, f"not in the module: {missing}"
-    for types, opcode in _INSTRUCTION.findall(text):
-        for dims in re.findall(r"\w+\[([\d,]+)\]", types):
-            if np.prod([int(n) for n in dims.split(",")]) >= size:
-                makers.add(opcode)
-    assert makers <= _FREE, f"pool-sized results of {makers - _FREE}"
+    makers = {opcode for opcode, dims in results(compiled) if np.prod(dims) >= size}
+    assert makers <= FREE, f"pool-sized results of {makers - FREE}"
     memory = compiled.memory_analysis()
     assert memory is not None
     num_bytes = size * pool.dtype.itemsize

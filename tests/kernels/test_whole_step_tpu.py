@@ -1,0 +1,136 @@
+"""Whole steps compile for TPUs, in place: one layer of each kind of models in their full width.
+
+A step is what the engine runs: embedding, layers, head and sampling, with every cache donated.
+Pages and recurrent states must not be copied. The convolution has no kernel yet: XLA moves its
+pool, a fortieth of the states, as it likes.
+"""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from hybrid_jax.cache.arrays import PagedCache, StateCache
+from hybrid_jax.cache.chips import find_chip
+from hybrid_jax.config import EngineConfig
+from hybrid_jax.memory.plan import plan_memory
+from hybrid_jax.models import config_from_hf
+from hybrid_jax.runtime.abstract_step import AbstractStep, abstract_step
+from hybrid_jax.runtime.batch import StepKind
+from hybrid_jax.runtime.mesh import AXIS, Partitioner
+from pallas_kernels import platform, registry
+from tests.helpers.tpu import FREE, compile_for, count_calls, needs_libtpu, results
+
+pytestmark = [needs_libtpu, pytest.mark.slow]
+CHIPS = ("v5e", "v6e", "tpu7x")
+ROWS, TOKENS = 16, 512
+# What may make an array of a pool's shape where XLA updates it: in place, as the aliases show.
+UPDATES = FREE | {"fusion", "scatter", "dynamic-update-slice", "while", "conditional"}
+
+QWEN35_9B = {
+    "model_type": "qwen3_5_text",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_theta": 10000000.0,
+        "rope_type": "default",
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "tie_word_embeddings": False,
+    "vocab_size": 248320,
+}
+GEMMA3_4B = {
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+    "tie_word_embeddings": True,
+    "vocab_size": 262208,
+}
+DECODE_ATTENTION = ("paged_attention_write", "paged_attention_decode")
+# Per model and phase: which implementation of each op is to run, and how often each kernel.
+CASES = {
+    ("qwen35_9b", StepKind.DECODE): (
+        {"gated_delta_rule": "mosaic_tpu", "paged_attention": "mosaic_tpu"},
+        {"gated_delta_decode": 1, **dict.fromkeys(DECODE_ATTENTION, 1)},
+    ),
+    ("qwen35_9b", StepKind.MIXED): (
+        {"gated_delta_rule": "mosaic_tpu", "paged_attention": "reference"},
+        {"gated_delta_decode": 1, "gated_delta_prefill": 1},
+    ),
+    ("gemma3_4b", StepKind.DECODE): (
+        {"paged_attention": "mosaic_tpu"},
+        dict.fromkeys(DECODE_ATTENTION, 2),
+    ),
+    ("gemma3_4b", StepKind.MIXED): ({"paged_attention": "reference"}, {}),
+}
+MODELS = {"qwen35_9b": QWEN35_9B, "gemma3_4b": GEMMA3_4B}
+
+
+def build(name: str, kind: StepKind, chip: str) -> AbstractStep:
+    """The step as the runner builds it, without any array."""
+    model = config_from_hf(MODELS[name])
+    config = EngineConfig(max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, cache_bytes=4 << 30)
+    target = find_chip(chip)
+    plan = plan_memory(model, config, "bfloat16", chip=target, temporaries_from="estimate")
+    caches, partitioner = plan.caches, Partitioner(model, AbstractMesh((1,), (AXIS,)))
+    with platform.target(target.platform, target.kind):  # pools have the chip's layout
+        return abstract_step(
+            model, plan.config, plan.dtype, caches.groups, caches.sizes, kind, partitioner
+        )
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_step(name: str, kind: StepKind, chip: str) -> None:
+    implementations, kernels = CASES[name, kind]
+    step = build(name, kind, chip)
+    with registry.recording() as choices:
+        compiled = compile_for(chip, step.fn, step.arguments, donate=(1,))
+
+    chosen = {x.op: x.implementation for x in choices}
+    assert {op: chosen[op] for op in implementations} == implementations
+    calls = {kernel: count_calls(compiled, kernel) for kernel in kernels}
+    assert calls == kernels
+
+    caches = step.carry.caches
+    allowed = {x.recurrent.shape: FREE for x in caches if isinstance(x, StateCache)}
+    by_kernel = implementations["paged_attention"] != registry.REFERENCE
+    for cache in caches:
+        if isinstance(cache, PagedCache):
+            allowed[cache.pages.shape] = FREE if by_kernel else UPDATES
+    for opcode, dims in results(compiled):
+        assert opcode in allowed.get(dims, {opcode}), f"{opcode} makes {dims}, as large as a pool"
+
+    memory = compiled.memory_analysis()
+    sizes = [int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(step.carry)]
+    assert memory is not None and memory.alias_size_in_bytes >= sum(sizes)
+    assert memory.temp_size_in_bytes < max(sizes)
