@@ -38,7 +38,12 @@ class KeptPrefixes:
         return f"; {len(kept)} sessions hold {tokens} tokens, close some" if kept else ""
 
     def keep(self, sequence: Sequence) -> Prefix:
-        """Keeps what a running sequence has computed. It may go on: it writes elsewhere then."""
+        """Keeps what a running sequence has computed. It may go on: it writes elsewhere then.
+
+        One that was preempted while its last token was under way has nothing: its prefix is void.
+        """
+        if not sequence.row:
+            return Prefix(0, ())
         prefix = self._cache.prefixes.of(sequence)
         tokens = tuple(sequence.token_ids[: prefix.length])
         prefix = replace(prefix, token_ids=tokens)

@@ -190,6 +190,32 @@ def test_closing_the_engine_gives_back_the_hosts_memory() -> None:
     assert_baseline(engine, runner)
 
 
+@pytest.mark.parametrize("swap_bytes", [0, PLENTY])
+@pytest.mark.parametrize("stack", ["full", "state", "all"])
+def test_a_turn_that_ends_while_it_is_preempted_keeps_its_tokens(
+    stack: str, swap_bytes: int
+) -> None:
+    """Its last token arrives when its memory is gone: a void prefix, which the next turn survives.
+
+    The older request needs a fourth page in the step after the younger one's last token.
+    """
+    engine, runner = make(stack, pages=6, swap_bytes=swap_bytes)
+    old = Request("old", prompt_of(8, 0), greedy(16))
+    young = Request("young", prompt_of(8, 1), greedy(5), keep=True)
+    record = serve(engine, [old, young])
+    check(record, [old, young], stack)
+    kept = record.finals["young"].kept
+    assert engine.stats().preemptions == 1 and kept is not None and not engine.kept.holds(kept)
+    tokens = (*young.prompt_token_ids, *record.tokens[("young", 0)])
+    again = Request("again", (*tokens, 3), greedy(4), prefix=engine.kept.share(kept), keep=True)
+    record = serve(engine, [again])
+    check(record, [again], stack)
+    kept = record.finals["again"].kept
+    assert kept is not None and kept.length == len(tokens) + 4
+    engine.kept.drop(kept)
+    assert_baseline(engine, runner)
+
+
 class Broken(Counting):
     """Logits of one sequence are NaN from the step on in which it is preempted."""
 
