@@ -67,7 +67,8 @@ class Snapshot:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+        except (AttributeError, OSError, SafetensorError, ValueError) as error:
+            # The first for a dtype, the last for a shape, that numpy does not have.
             raise SnapshotError(f"{path} cannot be read as a snapshot: {error}") from error
         if metadata.get("version") != VERSION or _TOKENS not in arrays:
             raise SnapshotError(

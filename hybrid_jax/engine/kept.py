@@ -143,7 +143,7 @@ class KeptPrefixes:
         counts = set[int]()
         for name, like in self._runner.read(g, [0]).items():
             array = snapshot.arrays.get(name)
-            if array is not None and like.dtype == FLOAT8:
+            if array is not None and like.dtype == FLOAT8 and array.dtype == np.uint8:
                 array = array.view(FLOAT8)  # a file has its bits
             if array is None or (array.dtype, array.shape[1:]) != (like.dtype, like.shape[1:]):
                 what = "missing" if array is None else f"{array.dtype}{list(array.shape)}"
