@@ -43,6 +43,7 @@ class Prefix:
     ids: tuple[tuple[int, ...], ...]
     owner: int = 0  # uid that wrote the state
     token_ids: tuple[int, ...] = ()  # of a kept prefix
+    restored: bool = False  # whether it began with a snapshot: nobody knows what that really holds
     missing: tuple[int, ...] = ()  # ids per group that follow `ids`: the host has what they held
 
 

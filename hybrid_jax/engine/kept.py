@@ -46,7 +46,7 @@ class KeptPrefixes:
             return Prefix(0, ())
         prefix = self._cache.prefixes.of(sequence)
         tokens = tuple(sequence.token_ids[: prefix.length])
-        prefix = replace(prefix, token_ids=tokens)
+        prefix = replace(prefix, token_ids=tokens, restored=sequence.began_restored)
         self._cache.prefixes.pin(prefix)
         return prefix
 
@@ -112,7 +112,7 @@ class KeptPrefixes:
         for group, some in enumerate(ids):
             self._runner.write(group, some, snapshot.arrays, owner)
         length = snapshot.length
-        prefix = Prefix(length, ids, owner, snapshot.token_ids[:length])
+        prefix = Prefix(length, ids, owner, snapshot.token_ids[:length], restored=True)
         self._cache.prefixes.kept.add(prefix)
         return prefix
 

@@ -84,7 +84,7 @@ class PrefixCache:
         Where states are cached, `other` is made to keep its own where the two diverge, if it has
         not passed that point.
         """
-        if not self._enabled:
+        if not self._enabled or other.began_restored:
             return 0
         ours, theirs, size = sequence.token_ids, other.token_ids, self._page_size
         most, shared = min(len(ours) - 1, other.num_prefill_tokens), 0
@@ -174,7 +174,8 @@ class PrefixCache:
 
     def _publish(self, sequence: Sequence, checkpoint: Checkpoint | None) -> None:
         """Caches full pages of committed tokens, and the state after them if it is at hand."""
-        if self._enabled and sequence.is_good and (self._page_groups or checkpoint is not None):
+        cacheable = self._enabled and sequence.is_good and not sequence.began_restored
+        if cacheable and (self._page_groups or checkpoint is not None):
             node, size = sequence.node, self._page_size
             if node is None or not node.attached:
                 node = self.tree.root

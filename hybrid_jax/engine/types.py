@@ -151,6 +151,11 @@ class Sequence:
         return self.index == 0 and known is not None and len(known) < self.num_prompt_tokens
 
     @property
+    def began_restored(self) -> bool:
+        """Whether it goes on from a snapshot: then what it computes is not for other requests."""
+        return self.request.prefix is not None and self.request.prefix.restored
+
+    @property
     def num_output_tokens(self) -> int:
         """Known output tokens, in-flight ones not included."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)

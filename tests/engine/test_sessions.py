@@ -224,6 +224,26 @@ def test_a_damaged_snapshot_is_refused_and_takes_nothing(rig: GetRig) -> None:
     rig_.assert_clean(engine)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_snapshot_brings_is_nobody_elses(name: str, rig: GetRig) -> None:
+    """One that holds something else than its tokens say changes no other request's tokens.
+
+    Nor do the turns after it, nor their forks.
+    """
+    rig_ = rig(name)
+    llm, engine = opened(rig_, prefill_alignment=8, checkpoint_interval=8)
+    with llm.session() as session:
+        session.generate(list(random_prompt(21, 0)), greedy(4))
+        snapshot = session.snapshot()
+    forged = replace(snapshot, token_ids=random_prompt(25, 1))
+    with llm.session(forged) as session, session.fork() as fork:
+        for turn, new in ((session, 12), (fork, 20), (session, 6)):
+            turn.generate([5], greedy(new))
+            (victim,) = llm.generate([[*turn.token_ids, 6]], greedy(4), use_tqdm=False)
+            assert victim.outputs[0].token_ids == rig_.oracle((*turn.token_ids, 6), 4)
+    rig_.assert_clean(engine)
+
+
 def test_a_fork_of_a_session_whose_memory_is_gone_computes_it_again(rig: GetRig) -> None:
     rig_ = rig("lara_mini")
     llm, engine = opened(rig_)
