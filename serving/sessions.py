@@ -56,6 +56,7 @@ class _Turn:
     session: _Session | None = None  # once it has begun
     prefix: Prefix | None = None  # its own hold on the session's memory
     token_ids: tuple[int, ...] = ()  # prompt and output
+    accepted: bool = False  # by the engine; until then its request id may be somebody else's
 
 
 class Sessions:
@@ -147,7 +148,9 @@ class Sessions:
             )
             if params.structured is not None:
                 await self._engine.check(request)
-            return self._engine.generate(request, whole=whole, on_event=partial(self._hear, turn))
+            stream = self._engine.generate(request, whole=whole, on_event=partial(self._hear, turn))
+            turn.accepted = True
+            return stream
         except BaseException:  # a cancelled call as well
             self._engine.submit(lambda engine: self._cancel(engine, turn))  # after `_begin`
             raise
@@ -176,15 +179,18 @@ class Sessions:
     def _hear(self, turn: _Turn, engine: Engine, event: TokenEvent) -> None:
         """Notes an event of a turn; the last one may bring the session's new memory."""
         turn.token_ids += event.new_token_ids
-        if not event.final:
-            return
         session = turn.session
         assert session is not None
+        closed = self._sessions.get(session.session_id) is not session
+        if not event.final:
+            if closed:  # before the engine accepted the turn
+                engine.abort(turn.request_id)
+            return
         session.turn, session.used = None, self._clock()
         if event.kept is None:
             return
-        if self._sessions.get(session.session_id) is not session:
-            engine.kept.drop(event.kept)  # closed meanwhile
+        if closed:
+            engine.kept.drop(event.kept)
             return
         if session.prefix is not None:
             engine.kept.drop(session.prefix)
@@ -232,7 +238,7 @@ class Sessions:
 
     def _close(self, engine: Engine, session: _Session) -> None:
         del self._sessions[session.session_id]
-        if session.turn is not None:
+        if session.turn is not None and session.turn.accepted:
             engine.abort(session.turn.request_id)
         if session.prefix is not None:
             engine.kept.drop(session.prefix)

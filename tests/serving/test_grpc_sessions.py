@@ -9,10 +9,14 @@ from typing import Any
 import grpc
 import pytest
 
+from hybrid_jax import SamplingParams
 from hybrid_jax.bundled import bundled_model
+from hybrid_jax.engine.types import Request
 from hybrid_jax.llm import connect
 from serving.async_engine import AsyncEngine
 from serving.client import AsyncClient, Client
+from serving.config import ServerConfig
+from serving.sessions import Sessions
 from tests.helpers.grpc_server import GrpcServer
 from tests.helpers.http_server import LoopThread
 from tests.helpers.stalled_engine import stalled_engine
@@ -210,6 +214,35 @@ def test_closing_a_session_ends_its_turn(serve: Callable[..., Client]) -> None:
     next(stream)
     client.close_session(session_id)
     refusal(lambda: list(stream), Code.ABORTED, "was aborted")
+
+
+def test_closing_a_session_ends_a_turn_that_is_not_accepted_yet(loop_thread: LoopThread) -> None:
+    """Its prompt is being encoded; somebody else's request of the same id goes on."""
+
+    async def close_early(engine: AsyncEngine, release: Callable[[], None]) -> None:
+        sessions, encoded = Sessions(engine, ServerConfig()), asyncio.Event()
+        session_id = (await sessions.open()).session_id
+
+        async def encode(known: tuple[int, ...]) -> tuple[None, list[int]]:
+            await encoded.wait()
+            return None, [3, 4]
+
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        generate = sessions.generate(session_id, encode, params, "turn", whole=True)
+        turn = asyncio.create_task(generate)
+        while not (await sessions.infos())[0].busy:
+            await asyncio.sleep(0)
+        other = engine.generate(Request("turn", (5, 6), params))
+        closed = asyncio.create_task(sessions.close(session_id))
+        await asyncio.sleep(0)  # it is between the first step and the second
+        release()
+        await closed
+        assert (await other.collect()).outputs[0].finish_reason == "length"
+        encoded.set()
+        assert (await (await turn).collect()).outputs[0].finish_reason == "abort"
+
+    with stalled_engine() as (engine, release):
+        loop_thread.run(close_early(engine, release))
 
 
 def test_idle_sessions_are_closed(serve: Callable[..., Client], bundled: Bundled) -> None:
