@@ -85,9 +85,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="pairs without reuse; 0: none")
     args = parser.parse_args()
     rng, longest = random.Random(0), max(args.shared) + TAIL + 8
-    options = {"max_num_seqs": 8, "max_model_len": max(longest, 400), "row_buckets": (8,)}
+    options = {
+        "max_num_seqs": 8,
+        "max_model_len": max(longest, 400),
+        "max_num_batched_tokens": 512,
+        "row_buckets": (8,),
+        "token_buckets": (32, 128, 512),
+    }
     llms = {
-        name: LLM(args.model, prefix_cache=on, token_buckets=(32, 128, 512), **options)
+        name: LLM(args.model, prefix_cache=on, **options)
         for name, on in (("on", True), ("off", False))
     }
     print(f"{args.model.name}, {platform.processor() or platform.machine()}, jax {jax.__version__}")

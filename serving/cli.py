@@ -171,12 +171,12 @@ def _add_server_commands() -> None:
         missing = error.name
 
         def unavailable() -> None:
-            """Needs pip install "hybrid-jax[serve]"."""
             raise HybridJaxError(f'{missing} is not installed; pip install "hybrid-jax[serve]"')
 
         anything = {"allow_extra_args": True, "ignore_unknown_options": True}
         for name in ("serve", "bench"):
-            app.command(name, context_settings=anything)(unavailable)
+            needs = r'Needs pip install "hybrid-jax\[serve]".'  # not markup
+            app.command(name, context_settings=anything, help=needs)(unavailable)
         return
     app.command()(serve)
     app.add_typer(bench, name="bench")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,7 @@ def run_server(config: ServerConfig) -> int:
         ValueError: settings contradict the model.
     """
     logger.info("settings", extra={"settings": config.model_dump(mode="json")})
+    _check_ports(config)
     if config.replicas > 1:
         return _run_replicas(config)
     return asyncio.run(serve(*load(config)))
@@ -61,6 +63,20 @@ def load(config: ServerConfig) -> tuple[Engine, HFTokenizer | None, ServerConfig
     path = config.model or bundled_model()
     engine, tokenizer = connect(path, dtype=config.dtype, engine_options=config.engine_options())
     return engine, tokenizer, config, config.served_model_name or Path(path).resolve().name
+
+
+def _check_ports(config: ServerConfig) -> None:
+    """Raises OSError if a port cannot be listened on, before the model is loaded in vain."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    for name in ("http_port", "grpc_port"):
+        port = getattr(config, name)
+        try:
+            socket.create_server((config.host, port or 0), family=family).close()
+        except OSError as error:
+            raise OSError(
+                f"{name} {port} of host {config.host} cannot be listened on "
+                f"({error.strerror}); choose another"
+            ) from error
 
 
 def _run_replicas(config: ServerConfig) -> int:

@@ -80,6 +80,9 @@ def test_forks_share_the_past_and_nothing_else(name: str, rig: GetRig) -> None:
     for session in (trunk, *branches):
         session.close()
         session.close()
+    for use in (lambda: trunk.generate([1]), trunk.fork, trunk.snapshot):
+        with pytest.raises(InvalidRequest, match="the session is closed; open another"):
+            use()
     rig_.assert_clean(engine)
 
 

@@ -54,7 +54,7 @@ def test_a_chat_streams_and_the_caches_follow(
     assert answer and answer.strip()
     used = page.locator(".class[data-name=rows] span")
     page.route("**/v1/chat/completions", lambda route: route.continue_(post_data=endless(route)))
-    page.fill("#limit", "480")
+    page.fill("#limit", "400")
     page.fill("#text", "And then?")
     page.click("#send")
     expect(used).to_have_text("1 + 0 of 8", timeout=30_000)  # live, while it runs

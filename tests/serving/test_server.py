@@ -93,6 +93,18 @@ def test_a_port_in_use_is_an_os_error() -> None:
             asyncio.run(server.serve(engine, None, config, "toy"))
 
 
+def test_a_port_in_use_is_said_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "load", lambda config: pytest.fail("it loads"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for name in ("http_port", "grpc_port"):
+            config = load_config({"http_port": 0, name: port})
+            with pytest.raises(OSError, match=f"{name} {port} of host 127.0.0.1.*choose another"):
+                server.run_server(config)
+
+
 def test_a_signal_before_it_serves_ends_a_process_in_order() -> None:
     """While it loads or compiles, in steps that nothing has cached."""
     with server_process("--row-buckets", "3", "--max-num-seqs", "3") as process:

@@ -450,3 +450,5 @@ def test_the_server_without_its_extra_says_what_to_install(command: tuple[str, .
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
     assert done.returncode == 2
     assert is_one_sentence(done.stderr) and 'pip install "hybrid-jax[serve]"' in done.stderr
+    listed = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
+    assert 'Needs pip install "hybrid-jax[serve]"' in listed.stdout
