@@ -124,10 +124,12 @@ def test_a_cancelled_reader_aborts_its_request() -> None:
 
 def test_an_abort_by_id_ends_the_stream_with_a_final_event() -> None:
     async def test() -> None:
-        async with running() as (served, _, _):
+        async with running() as (served, _, runner):
+            gate = StepGate(runner, free=3)  # enough for a token, too few for all
             stream = served.generate(request("a", 4, 55))
             await anext(stream)
             assert served.abort("a") and not served.abort("b")
+            gate.open()
             assert [e async for e in stream][-1].finish_reason == "abort"
             assert not served.abort("a")
 
