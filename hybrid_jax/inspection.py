@@ -5,8 +5,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from jax.sharding import AbstractMesh
-
 from hybrid_jax.cache.chips import Chip, this_chip
 from hybrid_jax.cache.plan import CacheLine, describe, model_groups
 from hybrid_jax.config import EngineConfig, ModelConfig
@@ -16,7 +14,7 @@ from hybrid_jax.memory.plan import plan_memory
 from hybrid_jax.models.decoder import abstract_params
 from hybrid_jax.runtime.abstract_step import abstract_step
 from hybrid_jax.runtime.batch import StepKind
-from hybrid_jax.runtime.mesh import AXIS, Partitioner
+from hybrid_jax.runtime.mesh import Partitioner, abstract_mesh
 from hybrid_jax.specs import AttentionSpec, LayerSpec, MoESpec
 from pallas_kernels import platform, registry
 
@@ -132,7 +130,7 @@ def plan_kernels(
     plan = plan_memory(
         model, config, config_dtype(dtype, raw), chip=chip, temporaries_from="estimate"
     )
-    mesh = AbstractMesh((plan.config.tensor_parallel_size,), (AXIS,))
+    mesh = abstract_mesh(plan.config.tensor_parallel_size)
     caches, planned = plan.caches, []
     for kind in (StepKind.DECODE, StepKind.MIXED):
         with platform.target(target.platform, target.kind), registry.recording() as choices:

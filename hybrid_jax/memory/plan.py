@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh
 
 from hybrid_jax.cache.chips import (
     UNPADDED,
@@ -27,7 +26,7 @@ from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.memory import formulas, temporaries
 from hybrid_jax.memory.temporaries import Temporaries
 from hybrid_jax.models.decoder import abstract_params
-from hybrid_jax.runtime.mesh import AXIS, Partitioner
+from hybrid_jax.runtime.mesh import Partitioner, abstract_mesh
 from hybrid_jax.runtime.sampling import SamplingRows
 from hybrid_jax.runtime.step import abstract_full, init_carry
 from hybrid_jax.specs import CacheGroup, StateSpec
@@ -187,7 +186,7 @@ def plan_memory(
         ValueError: the parameters do not fit, or as `plan_caches` does.
     """
     size = config.tensor_parallel_size
-    mesh = AbstractMesh((size,), (AXIS,))
+    mesh = abstract_mesh(size)
     partitioner = Partitioner(model, mesh)
     target = chip or this_chip()
     placement = Placement(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from hybrid_jax.config import ModelConfig
 from hybrid_jax.specs import AttentionSpec, CacheSpec, LayerSpec, MLPSpec, StateSpec
@@ -30,6 +30,11 @@ def make_mesh(tensor_parallel_size: int) -> jax.sharding.Mesh | None:
     return jax.sharding.Mesh(np.array(devices[:tensor_parallel_size]), (AXIS,))
 
 
+def abstract_mesh(tensor_parallel_size: int) -> AbstractMesh:
+    """A mesh of devices that need not be here; XLA's partitioner decides what is not said."""
+    return AbstractMesh((tensor_parallel_size,), (AXIS,), axis_types=(AxisType.Auto,))
+
+
 @dataclass(frozen=True)
 class Partitioner:
     """Cuts an axis over the mesh when the units it is made of (heads, experts, ...) divide evenly.
@@ -38,7 +43,7 @@ class Partitioner:
     """
 
     model: ModelConfig
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    mesh: jax.sharding.Mesh | AbstractMesh
 
     def parameter(self, path: str, axes: tuple[str | None, ...]) -> NamedSharding:
         """The sharding of a parameter with logical `axes`."""

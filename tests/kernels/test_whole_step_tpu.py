@@ -8,7 +8,6 @@ pool, a fortieth of the states, as it likes.
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
 
 from hybrid_jax.cache.arrays import PagedCache, StateCache
 from hybrid_jax.cache.chips import find_chip
@@ -17,7 +16,7 @@ from hybrid_jax.memory.plan import plan_memory
 from hybrid_jax.models import config_from_hf
 from hybrid_jax.runtime.abstract_step import AbstractStep, abstract_step
 from hybrid_jax.runtime.batch import StepKind
-from hybrid_jax.runtime.mesh import AXIS, Partitioner
+from hybrid_jax.runtime.mesh import Partitioner, abstract_mesh
 from pallas_kernels import platform, registry
 from tests.helpers.tpu import FREE, compile_for, count_calls, needs_libtpu, results
 
@@ -101,7 +100,7 @@ def build(name: str, kind: StepKind, chip: str) -> AbstractStep:
     config = EngineConfig(max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, cache_bytes=4 << 30)
     target = find_chip(chip)
     plan = plan_memory(model, config, "bfloat16", chip=target, temporaries_from="estimate")
-    caches, partitioner = plan.caches, Partitioner(model, AbstractMesh((1,), (AXIS,)))
+    caches, partitioner = plan.caches, Partitioner(model, abstract_mesh(1))
     with platform.target(target.platform, target.kind):  # pools have the chip's layout
         return abstract_step(
             model, plan.config, plan.dtype, caches.groups, caches.sizes, kind, partitioner
