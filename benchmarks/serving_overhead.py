@@ -5,15 +5,14 @@
 For each concurrency every way (in process, HTTP, gRPC) runs the same prompts, greedy, one after the
 other, in rounds; the first round is a warm-up. Figures are medians over rounds of a way's figure
 against that of the same round in process, so that what else runs there hits both alike; the range
-says how far to trust them. The server has a process of its own, and so has `LLM.generate`; the
-clients share one, and take their part of the cores. Processor seconds per token, of the process
-with the model only, hardly depend on what else runs there.
+says how far to trust them. The server has a process of its own; `LLM.generate` and then the clients
+run in this one, and the clients take their part of the cores. Processor seconds per token, of the
+process with the model only, hardly depend on what else runs there.
 """
 
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -23,12 +22,12 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
+from hybrid_jax import LLM, SamplingParams
 from hybrid_jax.bundled import bundled_model
 from serving.bench import Client, Load, Workload, run, summary
 from serving.client import AsyncClient
@@ -67,23 +66,19 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def in_process(pipe: Connection, args: argparse.Namespace) -> None:
-    """Answers prompts with figures."""
-    from hybrid_jax import LLM, SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
-    with LLM(args.model, **engine_options(args)) as llm:
-        pipe.send("ready")
-        while (prompts := pipe.recv()) is not None:
-            llm.generate(prompts[:1], replace(params, max_tokens=WAKE_TOKENS), use_tqdm=False)
-            began, used = time.perf_counter(), time.process_time()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            seconds, used = time.perf_counter() - began, time.process_time() - used
-            began = time.perf_counter()
-            stream = llm.stream(prompts[0], params)
-            ttft = time.perf_counter() if any(event.text for event in stream) else 0.0
-            tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
-            pipe.send(Figures(tokens / seconds, ttft - began, used / tokens))
+def in_process(llm: LLM, workload: Workload) -> Figures:
+    """A round without a server."""
+    prompts = [turns[0] for turns in workload.make()]
+    params = SamplingParams(temperature=0, max_tokens=workload.max_tokens, ignore_eos=True)
+    llm.generate(prompts[:1], replace(params, max_tokens=WAKE_TOKENS), use_tqdm=False)
+    began, used = time.perf_counter(), time.process_time()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds, used = time.perf_counter() - began, time.process_time() - used
+    began = time.perf_counter()
+    llm.generate(prompts[:1], replace(params, max_tokens=1), use_tqdm=False)
+    ttft = time.perf_counter() - began
+    tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+    return Figures(tokens / seconds, ttft, used / tokens)
 
 
 def start_server(args: argparse.Namespace) -> Server:
@@ -192,10 +187,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    worker = multiprocessing.get_context("spawn").Process(target=in_process, args=(there, args))
-    worker.start()
-    assert here.recv() == "ready"
+    llm = LLM(args.model, **engine_options(args))
     server = start_server(args)
     report = []
     for concurrency in args.concurrency:
@@ -203,8 +195,7 @@ def main() -> None:
         local: list[Figures] = []
         rounds: dict[str, list[Figures]] = {way: [] for way in WAYS}
         for _ in range(args.repeats + 1):
-            here.send([turns[0] for turns in workload.make()])
-            local.append(here.recv())
+            local.append(in_process(llm, workload))
             for way, ask in WAYS.items():
                 rounds[way].append(asyncio.run(ask(server, workload)))
         for way, figures in rounds.items():
@@ -220,8 +211,7 @@ def main() -> None:
                 flush=True,
             )
     print(json.dumps(report, indent=2))
-    here.send(None)
-    worker.join()
+    llm.close()
     server.process.terminate()
     server.process.wait()
 
