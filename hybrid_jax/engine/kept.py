@@ -109,11 +109,15 @@ class KeptPrefixes:
             tuple(pool.alloc() for _ in range(count))
             for pool, count in zip(pools, counts, strict=True)
         )
-        for group, some in enumerate(ids):
-            self._runner.write(group, some, snapshot.arrays, owner)
         length = snapshot.length
         prefix = Prefix(length, ids, owner, snapshot.token_ids[:length], restored=True)
         self._cache.prefixes.kept.add(prefix)
+        try:
+            for group, some in enumerate(ids):
+                self._runner.write(group, some, snapshot.arrays, owner)
+        except Exception:
+            self.drop(prefix)  # nobody else knows of it
+            raise
         return prefix
 
     def _check(self, snapshot: Snapshot) -> None:
@@ -127,7 +131,6 @@ class KeptPrefixes:
                 f"the snapshot has pages of {snapshot.page_size} tokens and this engine of "
                 f"{self._cache.page_size}; restore it with page_size={snapshot.page_size}"
             )
-
         if not 0 < snapshot.length <= len(snapshot.token_ids):
             raise SnapshotError(
                 f"the snapshot has {len(snapshot.token_ids)} tokens and says that "

@@ -227,6 +227,26 @@ def test_a_damaged_snapshot_is_refused_and_takes_nothing(rig: GetRig) -> None:
     rig_.assert_clean(engine)
 
 
+def test_a_snapshot_that_cannot_be_written_leaves_nothing_behind(
+    rig: GetRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig_ = rig("lara_mini")
+    llm, engine = opened(rig_)
+    with llm.session() as session:
+        say(session, rig_, 9, 3, 0)
+        snapshot = session.snapshot()
+    used = [group.used for group in engine.stats().caches]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(engine.kept._runner, "write", fails)
+        llm.session(snapshot)
+    assert [group.used for group in engine.stats().caches] == used
+    rig_.assert_clean(engine)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_snapshot_brings_is_nobody_elses(name: str, rig: GetRig) -> None:
     """One that holds something else than its tokens say changes no other request's tokens.
