@@ -1,4 +1,4 @@
-"""An engine on the toy runner whose steps wait until they are released."""
+"""Engines whose steps wait until they are released, and which say what has reached them."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ DEADLINE = 30.0  # seconds; only a broken test takes so long
 
 
 class StepGate:
-    """Holds up a runner's steps, except the first `free` ones, until it is opened."""
+    """Holds up a runner's steps, except the first `free` ones, until it is opened for good."""
 
-    def __init__(self, runner: FakeRunner, free: int = 0) -> None:
+    def __init__(self, runner: Any, free: int = 0) -> None:
         self._free = free
         self._open = threading.Event()
-        self._step = runner.step
-        runner.step = self._wait  # type: ignore[method-assign]
+        self._runner, self._step = runner, runner.step
+        runner.step = self._wait
 
     def _wait(self, *args: Any) -> Any:
         self._free -= 1
@@ -29,7 +29,25 @@ class StepGate:
 
     def open(self) -> None:
         """Lets all steps through."""
+        self._runner.step = self._step
         self._open.set()
+
+
+@contextmanager
+def heard_abort(served: AsyncEngine) -> Iterator[threading.Event]:
+    """Set once the engine has been told to abort a request, by whomever."""
+    told, abort = threading.Event(), served.abort
+
+    def hear(request_id: str) -> bool:
+        known = abort(request_id)
+        told.set()
+        return known
+
+    served.abort = hear  # type: ignore[method-assign]
+    try:
+        yield told
+    finally:
+        served.abort = abort  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from tests.helpers.engine_checks import (
     small_config,
 )
 from tests.helpers.fake_runner import FULL, STATE, FakeRunner, window
-from tests.helpers.stalled_engine import StepGate
+from tests.helpers.stalled_engine import StepGate, heard_abort
 
 SPECS = (FULL, window(6), STATE)
 DEADLINE = 20.0  # seconds; only a broken engine takes so long
@@ -230,10 +230,9 @@ def test_drain_aborts_what_does_not_end_in_time() -> None:
         async with running() as (served, _, runner):
             gate = StepGate(runner)
             stream = served.generate(request("a", 4, 50))
-            draining = asyncio.create_task(served.drain(0.05))
-            while not draining.done() and served.stats().waiting:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
+            with heard_abort(served) as told:
+                draining = asyncio.create_task(served.drain(0.05))
+                await asyncio.to_thread(told.wait, DEADLINE)
             gate.open()
             events = [e async for e in stream]
             assert events[-1].final and events[-1].finish_reason == "abort"
@@ -260,8 +259,8 @@ def test_a_step_that_hangs_shows_and_an_idle_engine_does_not() -> None:
             assert served.stalled_seconds() == 0.0
             gate = StepGate(runner)
             stream = served.generate(request("a"))
-            await asyncio.sleep(0.1)
-            assert served.stalled_seconds() > 0.05
+            while served.stalled_seconds() <= 0.05:
+                await asyncio.sleep(0.01)
             gate.open()
             await stream.collect()
             await idle(engine)

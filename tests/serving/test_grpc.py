@@ -31,7 +31,7 @@ from tests.helpers.engine_checks import assert_baseline, small_config
 from tests.helpers.fake_runner import FULL, STATE, FakeRunner
 from tests.helpers.grpc_server import GrpcServer
 from tests.helpers.http_server import MODEL, LoopThread
-from tests.helpers.stalled_engine import stalled_engine
+from tests.helpers.stalled_engine import StepGate, heard_abort, stalled_engine
 from tests.serving.conftest import ENGINE_OPTIONS
 
 Code = grpc.StatusCode
@@ -301,17 +301,21 @@ def test_who_leaves_frees_what_was_held(
     """The fixture checks that nothing is held; without an abort it would wait for 400 tokens."""
     client = Client(serve_grpc().address)
     options = {"max_tokens": 400, "ignore_eos": True, "n": 2}
-    stream: Any = client.stream(PROMPT, timeout=0.5 if how == "deadline" else None, **options)
-    next(stream)
-    began = bundled[1].stats().steps
-    if how == "deadline":
-        refusal(lambda: list(stream), Code.DEADLINE_EXCEEDED, "")
-    elif how == "cancel":
-        stream.cancel()
-    else:
-        client.close()
-    wait_for(lambda: not bundled[1].has_work())
-    assert how == "deadline" or bundled[1].stats().steps < began + 300
+    served, engine = bundled[:2]
+    gate, began = StepGate(engine._runner, free=20), engine.stats().steps
+    with heard_abort(served) as told:
+        stream: Any = client.stream(PROMPT, timeout=2.0 if how == "deadline" else None, **options)
+        next(stream)
+        if how == "deadline":
+            refusal(lambda: list(stream), Code.DEADLINE_EXCEEDED, "")
+        elif how == "cancel":
+            stream.cancel()
+        else:
+            client.close()
+        assert told.wait(SECONDS)
+    gate.open()
+    wait_for(lambda: not engine.has_work())
+    assert engine.stats().steps < began + 30
     client.close()
 
 
@@ -409,7 +413,7 @@ def test_health_follows_the_engine(loop_thread: LoopThread) -> None:
 def test_a_drain_refuses_new_calls_and_ends_open_streams(loop_thread: LoopThread) -> None:
     with stalled_engine() as (engine, release):
         front = GrpcServer(loop_thread, engine)
-        with Client(front.address) as client:
+        with Client(front.address) as client, heard_abort(engine) as told:
             stream = client.stream([3, 4], max_tokens=60, ignore_eos=True)
             wait_for(lambda: engine.stats().waiting + engine.stats().running > 0)
             drain = threading.Thread(target=loop_thread.run, args=(engine.drain(0.2),))
@@ -417,7 +421,7 @@ def test_a_drain_refuses_new_calls_and_ends_open_streams(loop_thread: LoopThread
             wait_for(lambda: not engine.accepting)
             error: Any = refusal(lambda: client.generate([3]), Code.UNAVAILABLE, "is shutting down")
             assert dict(error.trailing_metadata())[PUSHBACK] == "5000"
-            time.sleep(0.3)
+            assert told.wait(SECONDS)
             release()
             refusal(lambda: list(stream), Code.ABORTED, "was aborted")
             drain.join()

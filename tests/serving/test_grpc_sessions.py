@@ -246,7 +246,7 @@ def test_closing_a_session_ends_a_turn_that_is_not_accepted_yet(loop_thread: Loo
 
 
 def test_idle_sessions_are_closed(serve: Callable[..., Client], bundled: Bundled) -> None:
-    client = serve(session_idle_seconds=0.5)
+    client = serve(session_idle_seconds=1.0)
     session_id = client.open_session()
     client.generate(PROMPT, session_id=session_id, **GREEDY)
     wait_for(lambda: client.sessions() == [])
@@ -270,6 +270,7 @@ def test_a_turn_that_waits_is_cancelled_before_it_begins(loop_thread: LoopThread
             stream.cancel()
             release()
             list(other)
+            wait_for(lambda: not client.sessions()[0].busy)
             result = client.generate([5, 6], session_id=session_id, max_tokens=3, ignore_eos=True)
             assert len(result.completions[0].token_ids) == 3
         front.close()
