@@ -26,7 +26,7 @@ class SnapshotTooLarge(SnapshotError):
 
 
 class CachesFull(HybridJaxError):
-    """The sessions of a workspace hold all the pages or slots there are. Nothing was computed."""
+    """Sessions hold the pages or slots that are needed. Nothing was computed."""
 
 
 class CannotRewind(HybridJaxError, ValueError):

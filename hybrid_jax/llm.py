@@ -23,7 +23,7 @@ from hybrid_jax.engine.types import (
     TokenLogprob,
     Usage,
 )
-from hybrid_jax.errors import InvalidRequest, QueueFull
+from hybrid_jax.errors import InvalidRequest, QueueFull, SnapshotError
 from hybrid_jax.fields import shown
 from hybrid_jax.memory.snapshot import MemorySnapshot
 from hybrid_jax.prompts import (
@@ -224,10 +224,12 @@ class LLM:
         """A conversation that computes every token once, from its beginning or a snapshot.
 
         Raises:
-            SnapshotError: the snapshot is of another model, dtype or page size, or does not fit.
+            SnapshotError: it is none, of another model, dtype or page size, or does not fit.
         """
         if snapshot is None:
             return Session(self._engine.kept, self._turn, [])
+        if not isinstance(snapshot, Snapshot):
+            raise SnapshotError(f"{shown(snapshot)} is no Snapshot; read a file by Snapshot.load")
         prefix = self._engine.kept.restore(snapshot)
         return Session(self._engine.kept, self._turn, list(snapshot.token_ids), prefix)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hybrid_jax.errors import (
+    CachesFull,
     EngineDead,
     GrammarError,
     HybridJaxError,
@@ -74,6 +75,7 @@ ERROR_KINDS: dict[type[Exception], ErrorKind] = {
     RequestTooLarge: ErrorKind(
         413, "invalid_request_error", "request_too_large", "RESOURCE_EXHAUSTED"
     ),
+    CachesFull: _EXHAUSTED,
     SnapshotTooLarge: _EXHAUSTED,
     SnapshotError: _PRECONDITION,
     SessionBusy: _PRECONDITION,

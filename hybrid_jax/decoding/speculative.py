@@ -20,6 +20,7 @@ from typing import Protocol
 from hybrid_jax.decoding.sampling import GREEDY, Sampler, require, sampler_for
 from hybrid_jax.decoding.session import Session
 from hybrid_jax.errors import CannotRewind, InvalidRequest
+from hybrid_jax.fields import shown
 from hybrid_jax.runtime.sampling import LogitsProcessor
 from hybrid_jax.sampling_params import SamplingParams
 
@@ -135,11 +136,11 @@ def speculate(
         processors: as for `generate`.
 
     Raises:
-        InvalidRequest: K is no positive number, or the guesses after the last token would not fit
-            `max_model_len`.
+        InvalidRequest: the drafter is none, K is no positive number, or the guesses after the
+            last token would not fit `max_model_len`.
         NothingToSample: the parameters exclude every token.
     """
-    _check(session, params, num_drafts)
+    _check(session, drafter, params, num_drafts)
     sampler, statistics = sampler_for(session, params, processors), Acceptance(num_drafts)
     (token,) = sampler(session.next_logits[None], session.token_ids)
     new = [require(token)]
@@ -160,7 +161,12 @@ def speculate(
     return new, statistics
 
 
-def _check(session: Session, params: SamplingParams, num_drafts: int) -> None:
+def _check(session: Session, drafter: object, params: SamplingParams, num_drafts: int) -> None:
+    if not callable(drafter):
+        raise InvalidRequest(
+            f"the drafter is {shown(drafter)}, which nobody can call; give a PromptLookup() or a "
+            "DraftModel"
+        )
     if num_drafts < 1:
         raise InvalidRequest(f"num_drafts must be at least 1, got {num_drafts}; or use generate")
     most = session.workspace.config.max_model_len

@@ -13,7 +13,7 @@ from hybrid_jax.cache.snapshot import Snapshot
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.decoding.memory import Mark, Memory, MemoryPools, Writes
 from hybrid_jax.decoding.session import Session
-from hybrid_jax.errors import InvalidRequest, SnapshotError, StateOwnerMismatch
+from hybrid_jax.errors import InvalidRequest, StateOwnerMismatch
 from hybrid_jax.fields import shown
 from hybrid_jax.loading import LoadedModel
 from hybrid_jax.runtime.batch import Returns, StepBatch, StepKind, StepOutput
@@ -79,27 +79,25 @@ class Workspace:
         feed. Its `next_logits` are known after the next token.
 
         Raises:
-            SnapshotError: the snapshot is of another model, dtype or page size.
+            SnapshotError: the snapshot is of another model, dtype or page size, or damaged.
             CachesFull: it does not fit.
         """
-        if (snapshot.model, snapshot.page_size) != (self.runner.fingerprint, self.memory.page_size):
-            raise SnapshotError(
-                "the snapshot was made by other weights, another configuration, dtype or page "
-                f"size ({snapshot.page_size} tokens, here {self.memory.page_size}); restore it "
-                "where it fits"
-            )
+        counts = dict(enumerate(snapshot.check(self.runner, self.memory.page_size)))
         memory = Memory(next(self._uids), snapshot.length)
-        counts = {g: snapshot.count(group) for g, group in enumerate(self.runner.groups)}
         self.memory.require(counts)
         ids = {g: [self.memory.pools[g].alloc() for _ in range(n)] for g, n in counts.items()}
-        for group, some in ids.items():
-            self.runner.write(group, some, snapshot.arrays, memory.uid)
         last = pages_for(snapshot.length, self.memory.page_size)
         for group in self.memory.paged:
             first = last - len(ids[group])
             memory.pages[group] = dict(zip(range(first, last), ids[group], strict=True))
         slots = {group: ids[group][0] for group in self.memory.states}
         memory.marks[snapshot.length] = Mark(slots, memory.uid)
+        try:
+            for group, some in ids.items():
+                self.runner.write(group, some, snapshot.arrays, memory.uid)
+        except Exception:
+            self.memory.release(memory)  # nobody else knows of it
+            raise
         return self._open(memory, list(snapshot.token_ids[: snapshot.length]))
 
     def decode(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> np.ndarray:
@@ -187,11 +185,16 @@ class Workspace:
         for session, row in zip(sessions, rows, strict=True):
             if not session.close.alive:
                 raise InvalidRequest("the session is closed; fork or open another one")
-            wrong = [t for t in row if isinstance(t, bool) or not 0 <= t < vocab]
-            if wrong:
-                raise InvalidRequest(
-                    f"token id {shown(wrong[0])} is outside the vocabulary of {vocab}"
-                )
+            for token in row:
+                if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
+                    raise InvalidRequest(
+                        f"{shown(token)} is no token id; encode text with the model's tokenizer"
+                    )
+                if not 0 <= token < vocab:
+                    raise InvalidRequest(
+                        f"token id {shown(token)} is outside the vocabulary of {vocab}; encode "
+                        "text with this model's tokenizer"
+                    )
             if session.memory.length + count > config.max_model_len:
                 raise InvalidRequest(
                     f"{session.memory.length} tokens and {count} more are longer than "

@@ -31,6 +31,7 @@ from hybrid_jax.engine.types import (
 )
 from hybrid_jax.engine.validation import RequestValidator
 from hybrid_jax.errors import (
+    CachesFull,
     EngineDead,
     InvalidRequest,
     NonFiniteLogits,
@@ -318,7 +319,8 @@ class Engine:
         """Fails the oldest sequence if nothing can run and nothing is about to change."""
         for sequence in [*self._scheduler.running.values(), *self._scheduler.waiting.values()][:1]:
             logger.error("sequence %d cannot be scheduled although nothing else runs", sequence.uid)
-            self._fail(sequence, StepFailed(f"there is no room even alone{self.kept.hint}"))
+            cls = CachesFull if self.kept.hint else StepFailed
+            self._fail(sequence, cls(f"there is no room even alone{self.kept.hint}"))
 
     def _fail_step(self, sequences: list[Sequence], error: Exception) -> None:
         """Ends the sequences of a step that raised; everybody else is computed again."""

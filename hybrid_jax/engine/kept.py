@@ -6,15 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from hybrid_jax.cache.plan import pages_for
 from hybrid_jax.cache.prefix import Prefix
 from hybrid_jax.cache.snapshot import Snapshot
 from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.types import MAX_UID, Sequence, StepRunner, TokenEvent
 from hybrid_jax.errors import SnapshotError, SnapshotTooLarge
-from pallas_kernels.storage import FLOAT8
-
-_DAMAGED = "it is damaged, make it again"
 
 
 class KeptPrefixes:
@@ -95,9 +91,8 @@ class KeptPrefixes:
             SnapshotError: it is of another model, dtype or page size, or damaged.
             SnapshotTooLarge: it does not fit.
         """
-        self._check(snapshot)
+        counts = snapshot.check(self._runner, self._cache.page_size)
         pools = self._cache.pools
-        counts = [self._count(snapshot, group) for group in range(len(pools))]
         for group, (pool, count) in enumerate(zip(pools, counts, strict=True)):
             if pool.num_free < count:
                 raise SnapshotTooLarge(
@@ -119,42 +114,3 @@ class KeptPrefixes:
             self.drop(prefix)  # nobody else knows of it
             raise
         return prefix
-
-    def _check(self, snapshot: Snapshot) -> None:
-        if snapshot.model != self._runner.fingerprint:
-            raise SnapshotError(
-                "the snapshot was made by other weights, another configuration or another dtype; "
-                "restore it with the model that made it"
-            )
-        if snapshot.page_size != self._cache.page_size:
-            raise SnapshotError(
-                f"the snapshot has pages of {snapshot.page_size} tokens and this engine of "
-                f"{self._cache.page_size}; restore it with page_size={snapshot.page_size}"
-            )
-        if not 0 < snapshot.length <= len(snapshot.token_ids):
-            raise SnapshotError(
-                f"the snapshot has {len(snapshot.token_ids)} tokens and says that "
-                f"{snapshot.length} are computed; {_DAMAGED}"
-            )
-
-    def _count(self, snapshot: Snapshot, g: int) -> int:
-        """Pages or slots of the snapshot in cache group `g`. Raises SnapshotError."""
-        pages = pages_for(snapshot.length, self._cache.page_size)
-        group = self._cache.page_groups.get(g)
-        least = 1 if group is None else pages - group.first_live_page(snapshot.length)
-        most = 1 if group is None else pages
-        counts = set[int]()
-        for name, like in self._runner.read(g, [0]).items():
-            array = snapshot.arrays.get(name)
-            if array is not None and like.dtype == FLOAT8 and array.dtype == np.uint8:
-                array = array.view(FLOAT8)  # a file has its bits
-            if array is None or (array.dtype, array.shape[1:]) != (like.dtype, like.shape[1:]):
-                what = "missing" if array is None else f"{array.dtype}{list(array.shape)}"
-                raise SnapshotError(f"the snapshot's {name} is {what}; {_DAMAGED}")
-            counts.add(len(array))
-        if len(counts) != 1 or not least <= min(counts) <= most:
-            raise SnapshotError(
-                f"the snapshot has {sorted(counts)} pages or slots in cache group {g} and "
-                f"{snapshot.length} tokens need {least} to {most}; {_DAMAGED}"
-            )
-        return counts.pop()

@@ -84,6 +84,9 @@ async def _invalid_body(request: Request, error: Any) -> Response:
     del request
     first = error.errors()[0]
     place = ".".join(ascii(part).strip("'") for part in first["loc"][1:])
+    if first["type"] == "json_invalid":  # its place is that of a character
+        fault = f"the body is no JSON ({first['ctx']['error']} at character {place})"
+        return error_response(InvalidRequest(f"{fault}; {_WANTED}"))
     message = f"{place}: {first['msg']}" if place else f"{first['msg']}; {_WANTED}"
     reason = InvalidRequest(message)
     return error_response(reason, param=place or None)

@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -247,6 +248,9 @@ def test_snapshots(name: str, workspace: GetWorkspace, models: Models) -> None:
             other.restore(snapshot)
         with pytest.raises(SnapshotError, match="feed tokens before"):
             other.session().snapshot()
+    for name, array in snapshot.arrays.items():
+        with pytest.raises(SnapshotError, match="it is damaged, make it again"):
+            space.restore(replace(snapshot, arrays={**snapshot.arrays, name: array[..., :-1]}))
 
 
 @pytest.mark.slow
@@ -298,6 +302,8 @@ def test_bad_input(workspace: GetWorkspace) -> None:
     for call, message in (
         (lambda: session.prefill([]), "no tokens were given"),
         (lambda: session.prefill([128]), "token id 128 is outside the vocabulary of 128"),
+        (lambda: session.prefill("hello"), "'h' is no token id"),  # type: ignore[arg-type]
+        (lambda: session.prefill([1, True]), "True is no token id"),
         (lambda: session.prefill([1] * 65), "longer than max_model_len 64"),
         (lambda: space.decode([session, session], [1, 2]), "each once"),
         (lambda: space.verify([session], [[]]), "at least one"),

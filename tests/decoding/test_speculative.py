@@ -279,5 +279,7 @@ def test_limits(workspace: GetWorkspace) -> None:
     assert len(speculate(session, PromptLookup(), greedy(13), num_drafts=2)[0]) == 13
     with pytest.raises(InvalidRequest, match="num_drafts must be at least 1, got 0"):
         speculate(session, PromptLookup(), num_drafts=0)
+    with pytest.raises(InvalidRequest, match="the drafter is 'lookup', which nobody can call"):
+        speculate(session, "lookup", num_drafts=1)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="stop .* has no meaning for a session"):
         speculate(session, PromptLookup(), greedy(1, stop="."), num_drafts=1)

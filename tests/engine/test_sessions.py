@@ -15,7 +15,7 @@ import pytest
 from hybrid_jax import LLM, SamplingParams, Snapshot
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import Request
-from hybrid_jax.errors import InvalidRequest, SnapshotError
+from hybrid_jax.errors import CachesFull, InvalidRequest, SnapshotError
 from hybrid_jax.session import Session
 from tests.helpers.engine_checks import drive, greedy
 from tests.helpers.real_engine import MAX_LEN, Rig, random_prompt
@@ -166,6 +166,8 @@ def test_a_snapshot_of_something_else_is_refused(rig: GetRig, tmp_path: Path) ->
     llm, engine = opened(rig_)
     with pytest.raises(SnapshotError, match="generate before a snapshot"):
         llm.session().snapshot()
+    with pytest.raises(SnapshotError, match="'a.safetensors' is no Snapshot"):
+        llm.session("a.safetensors")  # type: ignore[arg-type]
     session = llm.session()
     session.generate(list(random_prompt(9, 0)), greedy(3))
     snapshot = session.snapshot()
@@ -306,6 +308,7 @@ def test_a_request_that_sessions_leave_no_room_for_says_so(rig: GetRig) -> None:
     session = llm.session()
     say(session, rig_, 33, 2, 0)
     (output,) = llm.generate([list(random_prompt(40, 1))], greedy(2), use_tqdm=False)
+    assert isinstance(output.outputs[0].error, CachesFull)
     assert "1 sessions hold 34 tokens, close some" in str(output.outputs[0].error)
     session.close()
     (output,) = llm.generate([list(random_prompt(40, 1))], greedy(2), use_tqdm=False)

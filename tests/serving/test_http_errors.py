@@ -43,7 +43,7 @@ CHAT: Any = {"messages": [{"role": "user", "content": "a"}]}
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("completions", b"{bad", "JSON"),
+        ("completions", b"{bad", "quotes at character 1); send a JSON object"),
         ("completions", b"[1]", "JSON object"),
         ("completions", b"\xff\xfe", ""),
         ("completions", b"[" * 100_000, ""),
