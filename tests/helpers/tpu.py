@@ -21,6 +21,10 @@ TOPOLOGIES = {
     "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",
 }
+# All of them, of which the fast tier compiles for one.
+EVERY_CHIP = [
+    chip if chip == "v6e" else pytest.param(chip, marks=pytest.mark.slow) for chip in TOPOLOGIES
+]
 # An instruction of an optimised module: name = type opcode(
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(", re.MULTILINE)
 FREE = {"parameter", "custom-call", "get-tuple-element", "tuple", "bitcast"}

@@ -9,9 +9,9 @@ import pytest
 from pallas_kernels import RaggedBatch, registry
 from pallas_kernels.paged_attention import api, paged_attention, pages_shape
 from pallas_kernels.paged_attention.cases import CASES, Case
-from tests.helpers.tpu import TOPOLOGIES, check_in_place, compile_for, needs_libtpu
+from tests.helpers.tpu import EVERY_CHIP, check_in_place, compile_for, needs_libtpu
 
-pytestmark = [needs_libtpu, pytest.mark.slow]
+pytestmark = needs_libtpu
 ROWS = 16
 CONTEXT = 4096
 KERNELS = ("paged_attention_write", "paged_attention_decode")
@@ -80,7 +80,7 @@ def attention(case: Case):
     return run
 
 
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("chip", EVERY_CHIP)
 @pytest.mark.parametrize("name", NAMES)
 def test_decode(name: str, chip: str) -> None:
     given = arguments(CASE[name], ROWS)

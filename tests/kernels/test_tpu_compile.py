@@ -11,9 +11,9 @@ from pallas_kernels.rows.cases import CASES as ROWS
 from pallas_kernels.ssd import ssd
 from pallas_kernels.ssd.cases import CASES as SSD_CASES
 from pallas_kernels.ssd.cases import Case as SsdCase
-from tests.helpers.tpu import TOPOLOGIES, check_in_place, compile_for, needs_libtpu
+from tests.helpers.tpu import EVERY_CHIP, check_in_place, compile_for, needs_libtpu
 
-pytestmark = [needs_libtpu, pytest.mark.slow]
+pytestmark = needs_libtpu
 GATED_DELTA = {case.name: case for case in CASES}
 SSD = {case.name: case for case in SSD_CASES}
 
@@ -43,7 +43,7 @@ def gated_delta(case: Case, decode_only: bool):
     return run
 
 
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("chip", EVERY_CHIP)
 @pytest.mark.parametrize(
     ("name", "rows"),
     [("qwen35_9b", 1), ("qwen35_9b", 20), ("qwen35_9b", 256), ("qwen3_next_80b", 64)],
@@ -55,7 +55,7 @@ def test_gated_delta_rule_decode(name: str, rows: int, chip: str) -> None:
     check_in_place(compiled, arguments[5], kernels=("gated_delta_decode",))
 
 
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("chip", EVERY_CHIP)
 @pytest.mark.parametrize(
     ("name", "tokens", "rows"), [("qwen35_9b", 300, 20), ("qwen3_next_80b", 64, 8)]
 )
@@ -91,7 +91,7 @@ def run_ssd(case: SsdCase, decode_only: bool):
     return run
 
 
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("chip", EVERY_CHIP)
 @pytest.mark.parametrize(
     ("name", "rows"), [("nemotron_3_nano", 1), ("nemotron_3_nano", 64), ("bamba_9b", 20),
                        ("falcon_h1_7b", 20)],
@@ -102,7 +102,7 @@ def test_ssd_decode(name: str, rows: int, chip: str) -> None:
     check_in_place(compiled, arguments[7], kernels=("ssd_decode",))
 
 
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("chip", EVERY_CHIP)
 @pytest.mark.parametrize("name", ["nemotron_3_nano", "bamba_9b", "falcon_h1_7b"])
 def test_ssd_mixed(name: str, chip: str) -> None:
     arguments = ssd_arguments(SSD[name], 300, 20)
@@ -110,7 +110,7 @@ def test_ssd_mixed(name: str, chip: str) -> None:
     check_in_place(compiled, arguments[7], kernels=("ssd_decode", "ssd_prefill"))
 
 
-@pytest.mark.parametrize("chip", TOPOLOGIES)
+@pytest.mark.parametrize("chip", EVERY_CHIP)
 @pytest.mark.parametrize("name", ["qwen35_9b_slots", "qwen35_9b_pages", "nemotron_3_nano_slots"])
 def test_rows(name: str, chip: str) -> None:
     case = {case.name: case for case in ROWS}[name]
