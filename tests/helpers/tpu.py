@@ -65,7 +65,7 @@ def results(compiled: jax.stages.Compiled) -> Iterator[tuple[str, tuple[int, ...
 
 def count_calls(compiled: jax.stages.Compiled, kernel: str) -> int:
     """How often the module calls a kernel."""
-    return len(re.findall(rf"%{kernel}[.\d]* = .*custom-call", compiled.as_text()))
+    return len(re.findall(rf"%{kernel}[.\d_]* = .*custom-call", compiled.as_text()))
 
 
 def check_in_place(
