@@ -56,6 +56,8 @@ class SwapSpace:
         length, size = sequence.num_computed_tokens, self._config.page_size
         if not (self._config.swap_bytes and length and sequence.is_good):
             return
+        if sequence.began_restored:
+            return  # whose pages are in no tree; it starts again from its snapshot
         if sequence.uid in self._saved:
             return  # it was about to come back, but nothing was launched
         end, firsts = pages_for(length, size), []

@@ -269,6 +269,30 @@ def test_what_a_snapshot_brings_is_nobody_elses(name: str, rig: GetRig) -> None:
     rig_.assert_clean(engine)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_snapshot_that_was_edited_is_not_mended_by_the_prefix_cache(
+    name: str, rig: GetRig
+) -> None:
+    """A longer prefix of the same tokens is cached; the session goes on from what it was given."""
+    rig_ = rig(name)
+    tokens, turn = random_prompt(25, 1), [5] * 24
+    answers = []
+    for others in ((), (*tokens, *turn, 6)):
+        llm, engine = opened(rig_, prefill_alignment=8, checkpoint_interval=8)
+        with llm.session() as session:
+            session.generate(list(random_prompt(21, 0)), greedy(4))
+            edited = replace(session.snapshot(), token_ids=tokens)
+        if others:
+            llm.generate([list(others)], greedy(2), use_tqdm=False)
+        with llm.session(edited) as session:
+            output = session.generate(turn, greedy(12)).outputs[0]
+            assert output.cache is not None and output.cache.cached_tokens == edited.length
+            answers.append(output.token_ids)
+        rig_.assert_clean(engine)
+    assert answers[0] == answers[1]
+    assert answers[0] != rig_.oracle((*tokens, *turn), 12)  # the edit shows
+
+
 def test_a_fork_of_a_session_whose_memory_is_gone_computes_it_again(rig: GetRig) -> None:
     rig_ = rig("lara_mini")
     llm, engine = opened(rig_)
