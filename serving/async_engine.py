@@ -40,7 +40,7 @@ class TokenStream(AsyncIterator[TokenEvent]):
     def __init__(
         self,
         request: Request,
-        abort: Callable[[str], object],
+        leave: "Callable[[TokenStream], object]",
         *,
         whole: bool,
         on_event: "Listener | None",
@@ -53,7 +53,7 @@ class TokenStream(AsyncIterator[TokenEvent]):
         self.loop = asyncio.get_running_loop()
         self.context = contextvars.copy_context()  # of the task that asked
         self.closed = False  # nobody reads any more
-        self._abort = abort
+        self._leave = leave
         self._whole = whole
         self._held: list[TokenEvent] = []
         self._queue: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
@@ -79,7 +79,7 @@ class TokenStream(AsyncIterator[TokenEvent]):
     def close(self) -> None:
         """Aborts the request unless it has ended. Idempotent."""
         if not self.closed and not self._ended:
-            self._abort(self.request.request_id)
+            self._leave(self)
         self.closed = True
 
     def __enter__(self) -> "TokenStream":
@@ -165,7 +165,7 @@ class AsyncEngine:
         """
         if not whole:
             request.params.check_streamable()
-        stream = TokenStream(request, self.abort, whole=whole, on_event=on_event)
+        stream = TokenStream(request, self._leave, whole=whole, on_event=on_event)
         with self._changed:
             if self.death is not None:
                 raise self.death
@@ -186,6 +186,12 @@ class AsyncEngine:
             known = self._engine.abort(request_id)
             self._changed.notify_all()
         return known
+
+    def _leave(self, stream: TokenStream) -> None:
+        """Aborts a request whose stream nobody reads, but not a later one with the same id."""
+        with self._changed:
+            if self._streams.get(stream.request.request_id) is stream:
+                self.abort(stream.request.request_id)
 
     def submit(self, work: Callable[[Engine], T]) -> Future[T]:
         """Has the engine thread run `work` between two steps, in the order of submission.

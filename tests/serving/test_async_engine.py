@@ -102,6 +102,25 @@ def test_closing_a_stream_aborts_its_request_and_no_other(when: str) -> None:
     in_loop(test)
 
 
+def test_a_stream_closed_late_spares_a_later_request_with_its_id() -> None:
+    async def test() -> None:
+        async with running() as (served, engine, _):
+            early = served.generate(request("a", 4, 3))
+            await anext(early)
+            await idle(engine)  # its last events wait to be read
+            while True:
+                try:
+                    late = served.generate(request("a", 5, 20))
+                    break
+                except InvalidRequest:  # the last event is on its way
+                    await asyncio.sleep(0)
+            early.close()
+            output = await late.collect()
+            assert output.outputs[0].token_ids == expected_tokens(request("a", 5, 20), SPECS)
+
+    in_loop(test)
+
+
 def test_a_cancelled_reader_aborts_its_request() -> None:
     async def test() -> None:
         async with running() as (served, engine, runner):
