@@ -3,17 +3,17 @@
 import asyncio
 import json
 import random
-import statistics
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
 
+from hybrid_jax.measure.requests import RequestTimes, latencies
+
 WorkloadName = Literal["random", "shared-prefix", "multi-turn"]
 Session = Sequence[str]  # what a client says, one turn after another
-PERCENTILES = (50, 90, 99)
 _SYLLABLES = tuple(a + b for a in "bdklmn" for b in "aeio")
 
 
@@ -58,27 +58,6 @@ class Load:
             raise ValueError(f"rate and concurrency must be positive, got {self}")
 
 
-@dataclass
-class Result:
-    """One request, in seconds since it was sent."""
-
-    ttft: float | None = None  # to the first text
-    gaps: list[float] = field(default_factory=list)  # between pieces of text
-    e2e: float = 0.0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    text: str = ""
-    error: str | None = None
-
-    @property
-    def tpot(self) -> float | None:
-        """Per output token after the first."""
-        if self.ttft is None or self.output_tokens < 2:
-            return None
-        return (self.e2e - self.ttft) / (self.output_tokens - 1)
-
-
 class Client:
     """Asks one server."""
 
@@ -104,9 +83,9 @@ class Client:
         """Closes the connections."""
         await self._http.aclose()
 
-    async def session(self, turns: Session, max_tokens: int) -> list[Result]:
+    async def session(self, turns: Session, max_tokens: int) -> list[RequestTimes]:
         """All turns, each after the answer to the one before; an error ends the session."""
-        results: list[Result] = []
+        results: list[RequestTimes] = []
         messages: list[dict[str, str]] = []
         for turn in turns:
             messages.append({"role": "user", "content": turn})
@@ -121,8 +100,8 @@ class Client:
             messages.append({"role": "assistant", "content": result.text})
         return results
 
-    async def _ask(self, path: str, body: dict[str, Any], max_tokens: int) -> Result:
-        result, sent = Result(), time.perf_counter()
+    async def _ask(self, path: str, body: dict[str, Any], max_tokens: int) -> RequestTimes:
+        result, sent = RequestTimes(), time.perf_counter()
         body |= {"model": self._model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}} | self._extra
         last = sent
@@ -159,10 +138,10 @@ class Client:
                     yield chunk
 
 
-async def run(client: Client, workload: Workload, load: Load) -> tuple[list[Result], float]:
+async def run(client: Client, workload: Workload, load: Load) -> tuple[list[RequestTimes], float]:
     """Runs the whole workload; all results, and the seconds it took."""
     sessions = workload.make()
-    results: list[Result] = []
+    results: list[RequestTimes] = []
     slots = asyncio.Semaphore(load.concurrency or len(sessions) or 1)
     rng = random.Random(f"arrivals {workload.seed}")
 
@@ -181,7 +160,7 @@ async def run(client: Client, workload: Workload, load: Load) -> tuple[list[Resu
 
 
 def summary(
-    results: Sequence[Result], seconds: float, slo: Mapping[str, float] | None = None
+    results: Sequence[RequestTimes], seconds: float, slo: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
     """What a run came to.
 
@@ -205,10 +184,7 @@ def summary(
         "cached_tokens": sum(r.cached_tokens for r in good),
         "output_tokens": sum(r.output_tokens for r in good),
         "output_tokens_per_second": sum(r.output_tokens for r in good) / seconds,
-        "ttft_seconds": percentiles(r.ttft for r in good),
-        "tpot_seconds": percentiles(r.tpot for r in good),
-        "itl_seconds": percentiles(gap for r in good for gap in r.gaps),
-        "e2e_seconds": percentiles(r.e2e for r in good),
+        **latencies(good),
     }
     if slo:
         met = sum(all(_within(r, name, most) for name, most in slo.items()) for r in good)
@@ -217,18 +193,7 @@ def summary(
     return report
 
 
-def percentiles(values: Iterable[float | None]) -> dict[str, float | None]:
-    """p50, p90, p99 and the mean; None where there is no value."""
-    known = sorted(value for value in values if value is not None)
-    if not known:
-        return dict.fromkeys([*(f"p{p}" for p in PERCENTILES), "mean"])
-    cuts: dict[str, float | None] = {
-        f"p{p}": known[max(0, -(-len(known) * p // 100) - 1)] for p in PERCENTILES
-    }
-    return cuts | {"mean": statistics.fmean(known)}
-
-
-def _within(result: Result, name: str, most: float) -> bool:
+def _within(result: RequestTimes, name: str, most: float) -> bool:
     value = getattr(result, name)
     return value is not None and value <= most
 

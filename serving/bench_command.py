@@ -1,4 +1,4 @@
-"""`hybrid-jax bench serve`: load on a server, figures on stdout as a table or JSON."""
+"""`hybrid-jax bench`: latency, throughput and kernels of the device here, load on a server."""
 
 import asyncio
 import json
@@ -6,17 +6,116 @@ from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from serving.bench import Client, Load, Workload, WorkloadName, run, summary
+from hybrid_jax.cache.chips import format_bytes
+from hybrid_jax.errors import HybridJaxError
+from serving.op_choices import parse_choices
+from serving.terminal import JsonOption, PlotOption, console, write_json
 
-bench = typer.Typer(help="Measure.", no_args_is_help=True)
+bench = typer.Typer(help="Measure a model, its kernels or a server.", no_args_is_help=True)
+
+ModelArgument = Annotated[
+    Path | None, typer.Argument(help="Model directory or .gguf file. Default: the bundled model.")
+]
+BatchOption = Annotated[
+    list[int] | None, typer.Option(help="Sequences at once; give it several times. Default: 1, 4.")
+]
+DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+LengthOption = Annotated[
+    int, typer.Option(help="Tokens of a sequence; 0: as many as the requests need.")
+]
+BudgetOption = Annotated[int, typer.Option(help="Tokens of a step.")]
+ImplementationOption = Annotated[
+    list[str] | None, typer.Option(help="op=name: what must run an op.")
+]
+SeedOption = Annotated[int, typer.Option(help="Of prompts and lengths.")]
 
 
-@bench.callback()
-def _root() -> None:
-    pass  # makes `serve` a command of a group
+@bench.command()
+def latency(
+    model: ModelArgument = None,
+    batch: BatchOption = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each request.")] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Of each request.")] = 64,
+    rounds: Annotated[int, typer.Option(help="That count; one more warms up.")] = 5,
+    dtype: DtypeOption = "auto",
+    max_model_len: LengthOption = 0,
+    max_num_batched_tokens: BudgetOption = 1024,
+    implementation: ImplementationOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = "",
+) -> None:
+    """Time requests that start together: to the first token, per token, between tokens."""
+    from hybrid_jax import measure
+
+    batches = batch or [1, 4]
+    runner = _open(
+        model,
+        dtype,
+        batches,
+        max_model_len=max_model_len or prompt_tokens + output_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
+        implementations=parse_choices(implementation or []),
+    )
+    results = measure.measure_latency(
+        runner,
+        batches,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        rounds=rounds,
+        seed=seed,
+    )
+    report = {"latency": [result.to_dict() for result in results]} | measure.describe(runner)
+    write_json(report, as_json)
+    if as_json != "-":
+        _print_latency(report)
+
+
+@bench.command()
+def throughput(
+    model: ModelArgument = None,
+    batch: BatchOption = None,
+    requests: Annotated[int, typer.Option(help="In the queue from the start.")] = 32,
+    prompt_tokens: Annotated[str, typer.Option(help="Random length, lowest-highest.")] = "32-128",
+    output_tokens: Annotated[str, typer.Option(help="Random length, lowest-highest.")] = "16-64",
+    dtype: DtypeOption = "auto",
+    max_model_len: LengthOption = 0,
+    max_num_batched_tokens: BudgetOption = 1024,
+    implementation: ImplementationOption = None,
+    seed: SeedOption = 0,
+    plot: PlotOption = None,
+    as_json: JsonOption = "",
+) -> None:
+    """Run a queue of requests of random lengths: tokens per second, host time, peak memory."""
+    from hybrid_jax import measure, plots
+
+    plots.check_path(plot)
+    prompts = _range("--prompt-tokens", prompt_tokens)
+    outputs = _range("--output-tokens", output_tokens)
+    batches = batch or [1, 4]
+    runner = _open(
+        model,
+        dtype,
+        batches,
+        max_model_len=max_model_len or prompts[1] + outputs[1],
+        max_num_batched_tokens=max_num_batched_tokens,
+        implementations=parse_choices(implementation or []),
+    )
+    results = measure.measure_throughput(
+        runner,
+        batches,
+        requests=requests,
+        prompt_tokens=prompts,
+        output_tokens=outputs,
+        seed=seed,
+    )
+    report = {"throughput": [result.to_dict() for result in results]} | measure.describe(runner)
+    write_json(report, as_json)
+    if plot is not None:
+        plots.throughput(results).savefig(plot)
+    if as_json != "-":
+        _print_throughput(report)
 
 
 @bench.command()
@@ -40,6 +139,12 @@ def serve(
     output: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     """Load any server that has OpenAI's API: TTFT, TPOT, ITL, E2E, throughput and goodput."""
+    try:
+        from serving.bench import Client, Load, Workload, WorkloadName, run, summary
+    except ModuleNotFoundError as error:
+        raise HybridJaxError(
+            f'{error.name} is not installed; pip install "hybrid-jax[serve]"'
+        ) from None
     names = get_args(WorkloadName)
     if workload not in names:
         raise ValueError(f"--workload must be {', '.join(names)}, got {workload!r}; choose one")
@@ -66,7 +171,7 @@ def serve(
     report = {"workload": vars(work), "load": vars(load)} | asyncio.run(measure())
     if output is not None:
         output.write_text(json.dumps(report, indent=2) + "\n")
-    _print(report)
+    _print_load(report)
     if report["failed"]:
         raise typer.Exit(1)
 
@@ -84,6 +189,22 @@ async def first_model(url: str, api_key: str) -> str:
         raise ValueError(f"{url} lists no models ({error}); start it or give --model") from None
 
 
+def _open(model: Path | None, dtype: str, batches: list[int], **options: Any) -> Any:
+    """A runner with room for the largest batch."""
+    from hybrid_jax.bundled import bundled_model
+    from hybrid_jax.measure import open_runner
+
+    return open_runner(model or bundled_model(), dtype=dtype, max_num_seqs=max(batches), **options)
+
+
+def _range(name: str, text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    try:
+        return int(low), int(high or low)
+    except ValueError:
+        raise ValueError(f"{name} must be lowest-highest, got {text!r}; use 32-128") from None
+
+
 def _limits(slo: list[str]) -> dict[str, float]:
     limits: dict[str, float] = {}
     for text in slo:
@@ -97,18 +218,67 @@ def _limits(slo: list[str]) -> dict[str, float]:
     return limits
 
 
-def _print(report: dict[str, Any]) -> None:
-    console = Console()
+def _print_latency(report: dict[str, Any]) -> None:
+    table = Table(
+        "sequences", "ms", "p50", "p90", "p99", "mean", title=_title(report), caption=_WARM
+    )
+    for result in report["latency"]:
+        for name in ("ttft", "tpot", "itl", "e2e"):
+            values = result[f"{name}_seconds"].values()
+            cells = ("-" if value is None else f"{1e3 * value:.2f}" for value in values)
+            table.add_row(str(result["batch"]) if name == "ttft" else "", name, *cells)
+        table.add_section()
+    screen = console()
+    screen.print(table)
+    screen.print(_kernels_line(report))
+
+
+def _print_throughput(report: dict[str, Any]) -> None:
+    columns = ("sequences", "output tokens/s", "prompt tokens/s", "steps", "host ms/step")
+    table = Table(*columns, "peak bytes in use", title=_title(report), caption=_WARM)
+    for result in report["throughput"]:
+        peaks = (f"{name}: {format_bytes(n)}" for name, n in result["peak_bytes"].items())
+        table.add_row(
+            str(result["batch"]),
+            f"{result['output_tokens_per_second']:,.1f}",
+            f"{result['prompt_tokens_per_second']:,.1f}",
+            f"{result['steps']:,}",
+            f"{1e3 * result['host_seconds_per_step']:.2f}",
+            "\n".join(peaks),
+        )
+        table.add_section()
+    screen = console()
+    screen.print(table)
+    screen.print(_kernels_line(report))
+
+
+_WARM = "a run that is not counted came first, and compiled"
+
+
+def _title(report: dict[str, Any]) -> str:
+    model, machine = report["model"], report["machine"]
+    devices = ", ".join(dict.fromkeys(machine["devices"]))
+    where = machine["processor"] if machine["platform"] == "cpu" else devices
+    return f"{model['type']} in {model['dtype']} on {where}, load {machine['load_average']:.1f}"
+
+
+def _kernels_line(report: dict[str, Any]) -> str:
+    chosen = dict.fromkeys(f"{c['op']}: {c['implementation']}" for c in report["kernels"])
+    return f"kernels: {', '.join(chosen)}"
+
+
+def _print_load(report: dict[str, Any]) -> None:
+    screen = console()
     table = Table("seconds", "p50", "p90", "p99", "mean")
     for name in ("ttft", "tpot", "itl", "e2e"):
         row = report[f"{name}_seconds"].values()
         table.add_row(name, *("-" if value is None else f"{value:.4f}" for value in row))
-    console.print(table)
+    screen.print(table)
     for name in ("requests", "failed", "seconds", "requests_per_second", "prompt_tokens"):
-        console.print(f"{name}: {report[name]:,.6g}")
+        screen.print(f"{name}: {report[name]:,.6g}")
     for name in ("cached_tokens", "output_tokens", "output_tokens_per_second"):
-        console.print(f"{name}: {report[name]:,.6g}")
+        screen.print(f"{name}: {report[name]:,.6g}")
     if "goodput_requests_per_second" in report:
-        console.print(f"goodput_requests_per_second: {report['goodput_requests_per_second']:,.6g}")
+        screen.print(f"goodput_requests_per_second: {report['goodput_requests_per_second']:,.6g}")
     for error, count in report["errors"].items():
-        console.print(f"{count} x {error}")
+        screen.print(f"{count} x {error}")

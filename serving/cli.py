@@ -12,6 +12,7 @@ from rich.table import Table
 from hybrid_jax.cache.chips import format_bytes
 from hybrid_jax.errors import HybridJaxError
 from serving import commands_plan
+from serving.bench_command import bench
 from serving.op_choices import parse_choices
 
 if TYPE_CHECKING:
@@ -161,11 +162,11 @@ def convert(
 app.command()(commands_plan.plan)
 app.command()(commands_plan.kernels)
 app.add_typer(commands_plan.check, name="check")
+app.add_typer(bench, name="bench")
 
 
-def _add_server_commands() -> None:
+def _add_serve() -> None:
     try:
-        from serving.bench_command import bench
         from serving.serve_command import serve
     except ModuleNotFoundError as error:
         missing = error.name
@@ -174,15 +175,13 @@ def _add_server_commands() -> None:
             raise HybridJaxError(f'{missing} is not installed; pip install "hybrid-jax[serve]"')
 
         anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-        for name in ("serve", "bench"):
-            needs = r'Needs pip install "hybrid-jax\[serve]".'  # not markup
-            app.command(name, context_settings=anything, help=needs)(unavailable)
+        needs = r'Needs pip install "hybrid-jax\[serve]".'  # not markup
+        app.command("serve", context_settings=anything, help=needs)(unavailable)
         return
     app.command()(serve)
-    app.add_typer(bench, name="bench")
 
 
-_add_server_commands()
+_add_serve()
 
 
 def main() -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from hybrid_jax.cache.chips import CHIPS
 from serving.op_choices import parse_choices
+from serving.terminal import PlotOption, console
 
 if TYPE_CHECKING:
     from hybrid_jax.inspection import PlannedKernel
@@ -22,7 +22,6 @@ check = typer.Typer(no_args_is_help=True, help="Checks of a model's numbers.")
 PathArgument = Annotated[
     Path, typer.Argument(help="Model directory, .gguf file or config.json; no weights are read.")
 ]
-TABLE_WIDTH = 100  # where the output is no terminal
 
 
 def plan(
@@ -47,15 +46,18 @@ def plan(
         Path | None,
         typer.Option(help="Snapshot (LLM.memory().to_json()) to hold against; its flags apply."),
     ] = None,
+    plot: PlotOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
 ) -> None:
     """Add up what a model takes on a chip, and how many sequences that leaves room for."""
+    from hybrid_jax import plots
     from hybrid_jax.cache.chips import find_chip
     from hybrid_jax.config import EngineConfig
     from hybrid_jax.loading import config_dtype, load_config
     from hybrid_jax.memory.plan import plan_memory
     from hybrid_jax.memory.snapshot import MemorySnapshot
 
+    plots.check_path(plot)
     given = {
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
@@ -80,26 +82,31 @@ def plan(
         chip=find_chip(chip),
         temporaries_from="estimate" if estimate else "compiler",
     )
-    _print_plan(planned, snapshot, as_json)
+    _show_plan(planned, snapshot, plot, as_json)
 
 
-def _print_plan(plan: "MemoryPlan", snapshot: "MemorySnapshot | None", as_json: bool) -> None:
+def _show_plan(
+    plan: "MemoryPlan", snapshot: "MemorySnapshot | None", plot: Path | None, as_json: bool
+) -> None:
+    from hybrid_jax import plots
     from hybrid_jax.memory import tables
     from hybrid_jax.memory.snapshot import compare
 
+    if plot is not None:
+        plots.memory_plan(plan).savefig(plot)
     if as_json:
         report = plan.to_dict()
         if snapshot is not None:
             report["comparison"] = [vars(line) for line in compare(plan, snapshot)]
         typer.echo(json.dumps(report, indent=2))
         return
-    console = _console()
-    console.print(tables.plan_table(plan))
+    screen = console()
+    screen.print(tables.plan_table(plan))
     if snapshot is None:
-        console.print(tables.concurrency_table(plan))
+        screen.print(tables.concurrency_table(plan))
     else:
-        console.print(tables.comparison_table(plan, snapshot))
-        console.print(tables.pools_table(snapshot))
+        screen.print(tables.comparison_table(plan, snapshot))
+        screen.print(tables.pools_table(snapshot))
 
 
 def kernels(
@@ -143,7 +150,7 @@ def kernels(
     if as_json:
         typer.echo(json.dumps([asdict(kernel) for kernel in planned], indent=2))
         return
-    _console().print(_kernel_table(planned, target.name))
+    console().print(_kernel_table(planned, target.name))
 
 
 def _kernel_table(planned: "tuple[PlannedKernel, ...]", chip: str) -> Table:
@@ -193,16 +200,11 @@ def drift(
             f"{row.kl_divergence:.2g}",
             f"{row.agreement:.1%}",
         )
-    console = _console()
-    console.print(table)
+    screen = console()
+    screen.print(table)
     first = report.first_difference
     where = f"first differs at token {first:,}" if first else "never differs"
-    console.print(f"the most likely token {where}")
+    screen.print(f"the most likely token {where}")
     if report.worst > threshold:
-        console.print(f"drifts: {report.worst:.3g} deviations, more than {threshold:g}")
+        screen.print(f"drifts: {report.worst:.3g} deviations, more than {threshold:g}")
         raise typer.Exit(1)
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=TABLE_WIDTH)

@@ -121,6 +121,15 @@ class MemoryPlan:
             nbytes * self.config.max_num_seqs // (2 * count) if paged else 0,
         )
 
+    def at(self, context: int) -> "MemoryPlan":
+        """The plan if all `max_num_seqs` sequences had room for `context` tokens each.
+
+        Nothing is clamped: it may take more than is available. Temporaries stay as they are.
+        """
+        config = replace(self.config, max_model_len=context, num_pages=0)
+        caches = replace(self.caches, config=config, sizes=cache_sizes(self.caches.groups, config))
+        return replace(self, caches=caches)
+
     def concurrency(self) -> tuple[Concurrency, ...]:
         """At several context lengths, the model's longest included, if `max_num_seqs` allowed."""
         longest = max(self.model.max_position, self.config.max_model_len)

@@ -5,18 +5,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from hybrid_jax.measure import RequestTimes
 from serving import cli
-from serving.bench import Client, Load, Result, Workload, percentiles, run, summary
+from serving.bench import Client, Load, Workload, run, summary
 from tests.helpers.http_server import MODEL, HttpServer
 
 Serve = Callable[..., HttpServer]
 
 
-def measure(server: HttpServer, workload: Workload, load: Load) -> tuple[list[Result], float]:
-    async def work() -> tuple[list[Result], float]:
+def measure(server: HttpServer, workload: Workload, load: Load) -> tuple[list[RequestTimes], float]:
+    async def work() -> tuple[list[RequestTimes], float]:
         client = Client(server.url, MODEL, extra={"ignore_eos": True})
         try:
             return await run(client, workload, load)
@@ -38,21 +38,12 @@ def test_workloads_are_what_they_say_and_repeatable() -> None:
         assert (len(starts) == 1) == (name == "shared-prefix")
 
 
-def test_percentiles_are_values_that_occurred() -> None:
-    rng = np.random.default_rng(3)
-    for count in (1, 2, 9, 100, 257):
-        values = rng.random(count)
-        got = percentiles([*values, None])
-        for p in (50, 90, 99):
-            assert got[f"p{p}"] == np.percentile(values, p, method="inverted_cdf")
-        assert got["mean"] == pytest.approx(values.mean(), rel=1e-12)
-    assert set(percentiles([]).values()) == {None}
-
-
 def test_the_summary_adds_up() -> None:
-    good = Result(ttft=1.0, gaps=[0.5, 1.5], e2e=3.0, prompt_tokens=7, output_tokens=5)
-    slow = Result(ttft=4.0, gaps=[], e2e=4.0, prompt_tokens=1, output_tokens=1, cached_tokens=1)
-    report = summary([good, slow, Result(error="gone")], 2.0, {"ttft": 1.0, "e2e": 10.0})
+    good = RequestTimes(ttft=1.0, gaps=[0.5, 1.5], e2e=3.0, prompt_tokens=7, output_tokens=5)
+    slow = RequestTimes(
+        ttft=4.0, gaps=[], e2e=4.0, prompt_tokens=1, output_tokens=1, cached_tokens=1
+    )
+    report = summary([good, slow, RequestTimes(error="gone")], 2.0, {"ttft": 1.0, "e2e": 10.0})
     assert good.tpot == 0.5 and slow.tpot is None
     assert (report["requests"], report["failed"], report["errors"]) == (3, 1, {"gone": 1})
     assert (report["prompt_tokens"], report["cached_tokens"], report["output_tokens"]) == (8, 1, 6)

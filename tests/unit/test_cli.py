@@ -445,7 +445,8 @@ def test_the_process_ends_with_code_2_and_no_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [("serve", "m", "--http-port", "1"), ("bench", "serve")])
 def test_the_server_without_its_extra_says_what_to_install(command: tuple[str, ...]) -> None:
-    code = "import sys; sys.modules['fastapi'] = sys.modules['pydantic_settings'] = None\n"
+    code = "import sys\nfor name in ('fastapi', 'httpx', 'pydantic_settings'):\n"
+    code += "    sys.modules[name] = None\n"
     code += "from serving.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
     assert done.returncode == 2

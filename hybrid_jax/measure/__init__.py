@@ -1,0 +1,23 @@
+"""Measuring a model on the device at hand: latency, throughput, where the time goes, states.
+
+`open_runner` loads a model; every function makes fresh engines on it. No text is made of
+tokens, and whatever compiles runs once before it is timed.
+"""
+
+from hybrid_jax.measure.latency import Latency, measure_latency
+from hybrid_jax.measure.requests import RequestTimes, percentiles
+from hybrid_jax.measure.state_norms import record_state_norms
+from hybrid_jax.measure.subject import describe, open_runner
+from hybrid_jax.measure.throughput import Throughput, measure_throughput
+
+__all__ = [
+    "Latency",
+    "RequestTimes",
+    "Throughput",
+    "describe",
+    "measure_latency",
+    "measure_throughput",
+    "open_runner",
+    "percentiles",
+    "record_state_norms",
+]

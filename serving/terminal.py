@@ -1,0 +1,32 @@
+"""Where the commands' figures go: tables in the terminal, JSON in a file or on stdout."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+TABLE_WIDTH = 100  # where the output is no terminal
+
+JsonOption = Annotated[
+    str, typer.Option("--json", help="JSON file for the figures; -: stdout, without tables.")
+]
+PlotOption = Annotated[
+    Path | None, typer.Option(help='Figure to write, as .png, .pdf or .svg; needs "plots".')
+]
+
+
+def console() -> Console:
+    """For tables; as wide as the terminal, if it is one."""
+    made = Console()
+    return made if made.is_terminal else Console(width=TABLE_WIDTH)
+
+
+def write_json(report: dict[str, Any], target: str) -> None:
+    """Writes to the file, to stdout for "-", or not at all for ""."""
+    text = json.dumps(report, indent=2)
+    if target == "-":
+        typer.echo(text)
+    elif target:
+        Path(target).write_text(text + "\n")
