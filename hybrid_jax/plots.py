@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from hybrid_jax.measure.profile import PhaseProfile
     from hybrid_jax.measure.throughput import Throughput
 
 COLORS = {"full": "tab:blue", "window": "tab:orange", "linear": "tab:green"}  # by kind of layer
@@ -81,6 +82,39 @@ def throughput(results: Sequence["Throughput"]) -> "Figure":
     axes.set_ylim(bottom=0)
     _label(axes, "sequences at once", "tokens per second", "throughput")
     axes.legend()
+    return figure
+
+
+def layer_times(profile: "PhaseProfile") -> "Figure":
+    """Time of every layer per step, and what is spent outside of the layers.
+
+    Marks say what each would take if the time were shared out by work: by floating-point
+    operations in prefill, by bytes in decode.
+    """
+    figure, axes = _new_figure()
+    shares = profile.by("layer", "kind")
+    layers = sorted((key for key in shares if key[0] is not None), key=lambda key: key[0])
+    places = layers + [key for key in shares if key[0] is None]
+    for kind in dict.fromkeys(kind for _, kind in layers):
+        chosen = [i for i, place in enumerate(layers) if place[1] == kind]
+        axes.bar(
+            chosen,
+            [1e3 * shares[places[i]].seconds for i in chosen],
+            label=kind,
+            color=COLORS[kind],
+        )
+    outside = range(len(layers), len(places))
+    heights = [1e3 * shares[places[i]].seconds for i in outside]
+    axes.bar(outside, heights, label="outside of the layers", color="tab:gray")
+    work = "flops" if profile.phase == "prefill" else "nbytes"
+    expected = [1e3 * getattr(shares[place], work) * profile.op_seconds for place in places]
+    name = {"flops": "operations", "nbytes": "bytes"}[work]
+    axes.plot(expected, "k_", markersize=10, label=f"if time went by {name}")
+    names = [kind if layer is None else str(layer) for layer, kind in places]
+    axes.set_xticks(range(len(places)), names, rotation=90, fontsize="small")
+    title = f"{profile.phase} step, {profile.tokens} tokens"
+    _label(axes, "layer", "ms per step, all operations", title)
+    axes.legend(fontsize="small")
     return figure
 
 

@@ -95,12 +95,13 @@ class Registry:
     ) -> None:
         """Adds an implementation. `refuses` gives the reason why it cannot run, or None if it can.
 
-        Implementations are asked in the order of registration, the reference last.
+        Implementations are asked in the order of registration, the reference last. What they trace
+        lies in a named scope of the op's name, for profiles.
         """
         entries = self._entries.setdefault(op, {})
         if implementation in entries:
             raise ValueError(f"{op}: implementation {implementation!r} is already registered")
-        entries[implementation] = _Entry(fn, refuses)
+        entries[implementation] = _Entry(jax.named_scope(op)(fn), refuses)
 
     def implementations(self, op: str) -> tuple[str, ...]:
         """Names in the order asked, the reference last."""

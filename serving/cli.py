@@ -14,6 +14,7 @@ from hybrid_jax.errors import HybridJaxError
 from serving import commands_plan
 from serving.bench_command import bench
 from serving.op_choices import parse_choices
+from serving.profile_command import profile
 
 if TYPE_CHECKING:
     from hybrid_jax import LLM, SamplingParams
@@ -163,6 +164,7 @@ app.command()(commands_plan.plan)
 app.command()(commands_plan.kernels)
 app.add_typer(commands_plan.check, name="check")
 app.add_typer(bench, name="bench")
+app.command()(profile)
 
 
 def _add_serve() -> None:

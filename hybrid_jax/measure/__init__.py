@@ -5,17 +5,21 @@ tokens, and whatever compiles runs once before it is timed.
 """
 
 from hybrid_jax.measure.latency import Latency, measure_latency
+from hybrid_jax.measure.profile import PhaseProfile, measure_profile
 from hybrid_jax.measure.requests import RequestTimes, percentiles
 from hybrid_jax.measure.state_norms import record_state_norms
-from hybrid_jax.measure.subject import describe, open_runner
+from hybrid_jax.measure.subject import describe, describe_process, open_runner
 from hybrid_jax.measure.throughput import Throughput, measure_throughput
 
 __all__ = [
     "Latency",
+    "PhaseProfile",
     "RequestTimes",
     "Throughput",
     "describe",
+    "describe_process",
     "measure_latency",
+    "measure_profile",
     "measure_throughput",
     "open_runner",
     "percentiles",

@@ -33,17 +33,30 @@ def open_runner(model: str | Path, *, dtype: str = "auto", **engine_options: Any
 
 
 def describe(runner: StepRunner) -> dict[str, Any]:
-    """Machine, versions, model, engine and the kernels chosen so far in this process, for JSON."""
+    """The model, its engine and `describe_process`, for JSON."""
     live = runner.live_bytes()
+    return {
+        "model": {
+            "type": runner.model_config.model_type,
+            "layers": runner.model_config.layer_counts,
+            "dtype": live.dtype,
+            "parameter_bytes": live.parameters,
+        },
+        "engine": asdict(runner.config),
+        **describe_process(),
+    }
+
+
+def describe_process() -> dict[str, Any]:
+    """Machine, versions and the kernels chosen so far in this process, for JSON."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
     return {
         "machine": {
             "platform": jax.default_backend(),
             "devices": [device.device_kind for device in jax.devices()],
             "host": platform.platform(),
             "processor": processor(),
-            "cores": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "cores": len(affinity(0)) if affinity else os.cpu_count(),
             "load_average": os.getloadavg()[0],  # of others too: quote no figure of a busy machine
             "memory_bytes": host_memory().total,
         },
@@ -52,13 +65,6 @@ def describe(runner: StepRunner) -> dict[str, Any]:
             "jax": jax.__version__,
             "python": platform.python_version(),
         },
-        "model": {
-            "type": runner.model_config.model_type,
-            "layers": runner.model_config.layer_counts,
-            "dtype": live.dtype,
-            "parameter_bytes": live.parameters,
-        },
-        "engine": asdict(runner.config),
         "kernels": [asdict(choice) for choice in kernel_report()],
     }
 

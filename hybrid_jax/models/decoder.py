@@ -52,9 +52,13 @@ class DecoderLayer(nnx.Module):
         context: StepContext,
     ) -> tuple[jax.Array, LayerCache]:
         """One step: x [T, D] -> [T, D] and the layer's cache."""
-        y, cache = self.mixer(_norm(self.pre_mixer_norm, x), cache, table, context)
+        y = _norm(self.pre_mixer_norm, x)
+        with jax.named_scope("mixer"):
+            y, cache = self.mixer(y, cache, table, context)
         x = x + _norm(self.post_mixer_norm, y)
-        y = self.ffn(_norm(self.pre_ffn_norm, x))
+        y = _norm(self.pre_ffn_norm, x)
+        with jax.named_scope("ffn"):
+            y = self.ffn(y)
         return x + _norm(self.post_ffn_norm, y), cache
 
     def dense(self, x: jax.Array, rope: RopeTables, *, chunked: bool = False) -> jax.Array:
@@ -111,7 +115,8 @@ class Decoder(nnx.Module):
         Returns:
             Hidden states [T, D] before the final norm, and the caches.
         """
-        context = replace(context, rope=rope_tables(self.config.layers, positions))
+        with jax.named_scope("rope"):
+            context = replace(context, rope=rope_tables(self.config.layers, positions))
         x = self._embed(token_ids)
         updated = []
         on_layer(0, x)
@@ -130,6 +135,7 @@ class Decoder(nnx.Module):
             x = layer.dense(x, rope, chunked=chunked)
         return x
 
+    @jax.named_scope("head")
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [..., D] before the final norm -> float32 logits [..., V]."""
         x = self.norm(hidden)
@@ -139,6 +145,7 @@ class Decoder(nnx.Module):
             logits = cap * jnp.tanh(logits / cap)
         return logits
 
+    @jax.named_scope("embed")
     def _embed(self, token_ids: jax.Array) -> jax.Array:
         x = self.embed_tokens(token_ids)
         if self.config.embed_scale == 1.0:

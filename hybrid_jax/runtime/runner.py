@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +148,12 @@ class Runner:
         """Launches one step and returns without waiting for its results."""
         output, self._carry = self._step(self._leaves, self._carry, self.complete(batch), sampling)
         return output
+
+    def compiled(self, batch: StepBatch) -> jax.stages.Compiled:
+        """The step of a batch's bucket as `step` compiled it, to be read. Not when eager."""
+        step: Any = self._step
+        sampling = self.sampling_rows.device()
+        return step.lower(self._leaves, self._carry, self.complete(batch), sampling).compile()
 
     def complete(self, batch: StepBatch) -> StepBatch:
         """The batch with what nobody asks for in it, as arrays that are on the device already.

@@ -167,7 +167,8 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
                 max_logprobs=spec.max_logprobs,
                 processors=spec.processors,
             )
-        owner_ok, owners = check_owners(carry.owners, batch)
+        with jax.named_scope("owners"):
+            owner_ok, owners = check_owners(carry.owners, batch)
         output = StepOutput(
             tokens=sampled.tokens,
             logprobs=sampled.logprobs,

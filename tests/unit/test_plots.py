@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hybrid_jax import plots
 from hybrid_jax.cache.chips import GIB, find_chip
 from hybrid_jax.config import EngineConfig
 from hybrid_jax.measure import Throughput
+from hybrid_jax.measure.profile import PhaseProfile, ProfileLine
 from hybrid_jax.memory.plan import MemoryPlan, plan_memory
 from hybrid_jax.models import config_from_hf
 from tests.helpers import tiny
@@ -57,6 +59,28 @@ def test_throughput_against_batch() -> None:
     axes = plots.throughput([throughput_of(4), throughput_of(1)]).axes[0]
     series = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     assert series == {"output": [[1, 15], [4, 60]], "prompt": [[1, 50], [4, 50]]}
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_times_of_layers_beside_their_work(phase: Any) -> None:
+    lines = (
+        ProfileLine(0, "linear", "mixer", 0.001, 1.0, 3.0),
+        ProfileLine(0, "linear", "ffn", 0.002, 1.0, 0.0),
+        ProfileLine(1, "full", "ffn", 0.004, 2.0, 1.0),
+        ProfileLine(None, "head", "head", 0.009, 4.0, 4.0),
+    )
+    profile = PhaseProfile(phase, 1, 1, 1, lines, 1.0, 1.0, None, {})
+    axes = plots.layer_times(profile).axes[0]
+    bars = {
+        c.get_label(): [(b.get_center()[0], b.get_height()) for b in c] for c in axes.containers
+    }
+    expected = {"linear": [(0, 3)], "full": [(1, 4)], "outside of the layers": [(2, 9)]}
+    assert {name: np.round(some, 9).tolist() for name, some in bars.items()} == {
+        name: [list(map(float, bar)) for bar in some] for name, some in expected.items()
+    }
+    work = {"prefill": [4, 4, 8], "decode": [6, 2, 8]}[phase]  # of 16 ms, by 8 units of work
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), work)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "head"]
 
 
 def test_state_norms_over_steps() -> None:

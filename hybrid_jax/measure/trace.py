@@ -1,0 +1,155 @@
+"""What ran on the device and for how long, from the traces that `jax.profiler` writes."""
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.profiler import ProfileData, ProfileOptions
+
+
+class Event(NamedTuple):
+    """One run of one HLO instruction, in seconds since the trace began."""
+
+    thread: str  # or stream: events of one thread nest
+    module: str
+    instruction: str
+    run: int | None  # of the module, if the trace says
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The device's time over some runs of one module, and what other modules took meanwhile."""
+
+    runs: int
+    self_seconds: dict[str, float]  # by instruction, without what was called meanwhile
+    other_seconds: float  # of other modules
+    wall: float  # from the first instruction to the last
+    busy: float  # of it, with any instruction running
+    gap: float | None  # of it, between the end of a run and the start of the next; None: unknown
+
+    @property
+    def total(self) -> float:
+        """All self times; more than `busy` where instructions run side by side."""
+        return sum(self.self_seconds.values()) + self.other_seconds
+
+
+def record(run: Callable[[], None]) -> list[Event]:
+    """Traces `run` without its Python calls, which would slow it down.
+
+    Raises:
+        RuntimeError: another trace is being taken in this process.
+    """
+    options = ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory, profiler_options=options):
+            run()
+        (path,) = Path(directory).rglob("*.xplane.pb")
+        return list(_events(path))
+
+
+def _events(path: Path) -> Iterator[Event]:
+    """All that carry an HLO instruction: of the devices, or of the host's threads on CPU."""
+    planes = list(ProfileData.from_file(str(path)).planes)
+    devices = [plane for plane in planes if plane.name.startswith("/device:")]
+    for plane in devices or planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if "hlo_op" in stats:
+                    yield Event(
+                        f"{plane.name}{line.name}",
+                        str(stats.get("hlo_module", "")),
+                        str(stats["hlo_op"]),
+                        stats.get("run_id"),
+                        1e-9 * event.start_ns,
+                        1e-9 * (event.start_ns + event.duration_ns),
+                    )
+
+
+def summarise(events: Iterable[Event], module: str, *, skip: int = 0) -> Trace:
+    """Adds up the runs of `module`.
+
+    Args:
+        events: of a trace.
+        module: the HLO module's name, such as "jit_step".
+        skip: so many runs, the first ones, do not count: the trace may have begun within them.
+
+    Raises:
+        RuntimeError: there are no runs of the module.
+    """
+    events = list(events)
+    begins: dict[int | None, float] = {}
+    for event in events:
+        if event.module == module:
+            begins[event.run] = min(event.start, begins.get(event.run, event.start))
+    order = sorted(begins, key=begins.__getitem__)[skip:]
+    if not order:
+        raise RuntimeError(f"the trace has no run of {module}; the device tells no HLO operations")
+    first = begins[order[0]]
+    counted = [e for e in events if e.start >= first and (e.module != module or e.run in order)]
+    self_seconds: dict[str, float] = defaultdict(float)
+    other = 0.0
+    for event, seconds in self_times(counted):
+        if event.module == module:
+            self_seconds[event.instruction] += seconds
+        else:
+            other += seconds
+    last = max(e.end for e in counted if e.module == module)
+    return Trace(
+        len(order),
+        dict(self_seconds),
+        other,
+        last - first,
+        _covered(counted, first, last),
+        None if order == [None] else _gaps(counted, module),
+    )
+
+
+def self_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
+    """Every event with its own seconds: its duration less that of the events inside it.
+
+    Loops and conditionals contain what they run, on the same thread.
+    """
+    threads: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        threads[event.thread].append(event)
+    for found in threads.values():
+        found.sort(key=lambda event: (event.start, -event.end))
+        inside = [0.0] * len(found)  # seconds of the events directly inside each
+        stack: list[int] = []
+        for i, event in enumerate(found):
+            while stack and found[stack[-1]].end <= event.start:
+                stack.pop()
+            if stack:
+                inside[stack[-1]] += event.end - event.start
+            stack.append(i)
+        for event, seconds in zip(found, inside, strict=True):
+            yield event, max(0.0, event.end - event.start - seconds)
+
+
+def _covered(events: Iterable[Event], first: float, last: float) -> float:
+    """Seconds of [first, last] in which at least one event is under way."""
+    covered, end = 0.0, first
+    for event in sorted(events, key=lambda event: event.start):
+        covered += max(0.0, min(event.end, last) - max(event.start, end))
+        end = max(end, event.end)
+    return covered
+
+
+def _gaps(events: Iterable[Event], module: str) -> float:
+    """Seconds between the end of each run and the start of the next."""
+    spans: dict[int | None, tuple[float, float]] = {}
+    for event in events:
+        if event.module == module:
+            start, end = spans.get(event.run, (event.start, event.end))
+            spans[event.run] = min(start, event.start), max(end, event.end)
+    ordered = sorted(spans.values())
+    pairs = zip(ordered, ordered[1:], strict=False)
+    return sum(max(0.0, after[0] - before[1]) for before, after in pairs)
