@@ -119,6 +119,39 @@ def throughput(
 
 
 @bench.command()
+def kernels(
+    op: Annotated[
+        list[str] | None, typer.Argument(help="Ops; default: all. They are pallas_kernels/<op>.")
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Cases of the op's cases.py; default: all.")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Of the decode batch.")] = 16,
+    context: Annotated[int, typer.Option(help="Tokens of its rows before it.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Of the prefill batch.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Samples of each implementation, in turn.")] = 7,
+    as_json: JsonOption = "",
+) -> None:
+    """Time the implementations of ops on shapes of real models, as pallas_kernels.bench does."""
+    from hybrid_jax import measure
+
+    timings = [
+        timing
+        for name in op or measure.OPS
+        for timing in measure.time_op(
+            name, cases=case or (), rows=rows, context=context, tokens=tokens, rounds=rounds
+        )
+    ]
+    write_json(measure.describe_process() | measure.timing_report(timings), as_json)
+    if as_json == "-":
+        return
+    table = Table("op", *measure.TIMING_HEADER, caption="medians; every one ran before, uncounted")
+    for timing, cells in zip(timings, measure.timing_lines(timings), strict=True):
+        table.add_row(timing.op, *cells)
+    console().print(table)
+
+
+@bench.command()
 def serve(
     url: Annotated[str, typer.Option(help="Without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str, typer.Option(help="Empty: the first that the server lists.")] = "",

@@ -86,8 +86,10 @@ def _cells(share: "Share") -> tuple[Any, ...]:
 
 
 def _steps_line(phase: "PhaseProfile") -> str:
-    milliseconds = {"a step": phase.seconds, "operations running in": phase.busy_seconds}
-    if phase.gap_seconds is not None:
-        milliseconds["gap to the next step"] = phase.gap_seconds
-    milliseconds |= {f"host, {name}": seconds for name, seconds in phase.host_seconds.items()}
+    milliseconds = {
+        "a step": phase.seconds,
+        "operations running in": phase.busy_seconds,
+        "gap to the next step": phase.gap_seconds,
+        **{f"host, {name}": seconds for name, seconds in phase.host_seconds.items()},
+    }
     return ", ".join(f"{name} {1e3 * seconds:.3f} ms" for name, seconds in milliseconds.items())

@@ -10,12 +10,23 @@ from hybrid_jax.measure.requests import RequestTimes, percentiles
 from hybrid_jax.measure.state_norms import record_state_norms
 from hybrid_jax.measure.subject import describe, describe_process, open_runner
 from hybrid_jax.measure.throughput import Throughput, measure_throughput
+from pallas_kernels.bench import (
+    OPS,
+    TIMING_HEADER,
+    Timing,
+    time_op,
+    timing_lines,
+    timing_report,
+)
 
 __all__ = [
+    "OPS",
+    "TIMING_HEADER",
     "Latency",
     "PhaseProfile",
     "RequestTimes",
     "Throughput",
+    "Timing",
     "describe",
     "describe_process",
     "measure_latency",
@@ -24,4 +35,7 @@ __all__ = [
     "open_runner",
     "percentiles",
     "record_state_norms",
+    "time_op",
+    "timing_lines",
+    "timing_report",
 ]

@@ -64,7 +64,7 @@ class PhaseProfile:
     lines: tuple[ProfileLine, ...]
     seconds: float  # from the first operation of a run of steps to the last
     busy_seconds: float  # of it, with any operation running
-    gap_seconds: float | None  # of it, between two steps: the host was late. None: not known
+    gap_seconds: float  # of it, between two steps: the host was late
     host_seconds: dict[str, float]  # of the host's phases, see `StepClock`
 
     @property
@@ -112,7 +112,7 @@ def measure_profile(
 
     Raises:
         ModelError, ValueError, InvalidRequest: as for `LLM` and its requests.
-        RuntimeError: the device's trace tells no HLO operations.
+        HybridJaxError: the device's trace tells no HLO operations.
     """
     for name, value in (("rows", rows), ("prompt_tokens", prompt_tokens), ("steps", steps)):
         at_least_one(name, value)
@@ -183,7 +183,7 @@ def _profile_decode(
     while len(counts) < rows or min(counts.values()) < 2:  # then every step decodes
         counts.update(event.request_id for event in _step(engine) if event.new_token_ids)
     before = dict(engine.stats().phase_seconds)
-    trace = summarise(record(lambda: _drain(engine)), MODULE, skip=1)
+    trace = summarise(record(lambda: _drain(engine)), MODULE, last=steps)
     after = engine.stats().phase_seconds
     host = {str(name): after[name] - before[name] for name in after}
     middle = prompt_tokens + 2 + steps // 2
@@ -223,7 +223,7 @@ def _phase(
         lines=tuple(lines),
         seconds=trace.wall / trace.runs,
         busy_seconds=trace.busy / trace.runs,
-        gap_seconds=None if trace.gap is None else trace.gap / max(1, trace.runs - 1),
+        gap_seconds=trace.gap / max(1, trace.runs - 1),
         host_seconds={name: seconds / trace.runs for name, seconds in host.items()},
     )
 

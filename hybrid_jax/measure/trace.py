@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 from jax.profiler import ProfileData, ProfileOptions
 
+from hybrid_jax.errors import HybridJaxError
+
 
 class Event(NamedTuple):
     """One run of one HLO instruction, in seconds since the trace began."""
@@ -17,7 +19,7 @@ class Event(NamedTuple):
     thread: str  # or stream: events of one thread nest
     module: str
     instruction: str
-    run: int | None  # of the module, if the trace says
+    run: int  # of the module
     start: float
     end: float
 
@@ -31,7 +33,7 @@ class Trace:
     other_seconds: float  # of other modules
     wall: float  # from the first instruction to the last
     busy: float  # of it, with any instruction running
-    gap: float | None  # of it, between the end of a run and the start of the next; None: unknown
+    gap: float  # of it, between the end of a run and the start of the next
 
     @property
     def total(self) -> float:
@@ -55,43 +57,47 @@ def record(run: Callable[[], None]) -> list[Event]:
 
 
 def _events(path: Path) -> Iterator[Event]:
-    """All that carry an HLO instruction: of the devices, or of the host's threads on CPU."""
-    planes = list(ProfileData.from_file(str(path)).planes)
+    """All that name an HLO instruction and a run: of the devices, or of the host's threads."""
+    data = ProfileData.from_file(str(path))  # owns all below
+    planes = list(data.planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     for plane in devices or planes:
         for line in plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
-                if "hlo_op" in stats:
+                if "hlo_op" in stats and "run_id" in stats:
                     yield Event(
                         f"{plane.name}{line.name}",
                         str(stats.get("hlo_module", "")),
                         str(stats["hlo_op"]),
-                        stats.get("run_id"),
+                        int(stats["run_id"]),
                         1e-9 * event.start_ns,
                         1e-9 * (event.start_ns + event.duration_ns),
                     )
 
 
-def summarise(events: Iterable[Event], module: str, *, skip: int = 0) -> Trace:
+def summarise(events: Iterable[Event], module: str, *, last: int = 0) -> Trace:
     """Adds up the runs of `module`.
 
     Args:
         events: of a trace.
         module: the HLO module's name, such as "jit_step".
-        skip: so many runs, the first ones, do not count: the trace may have begun within them.
+        last: only the last so many runs count; 0: all of them. The trace may begin within one.
 
     Raises:
-        RuntimeError: there are no runs of the module.
+        HybridJaxError: there are no runs of the module.
     """
     events = list(events)
-    begins: dict[int | None, float] = {}
+    begins: dict[int, float] = {}
     for event in events:
         if event.module == module:
             begins[event.run] = min(event.start, begins.get(event.run, event.start))
-    order = sorted(begins, key=begins.__getitem__)[skip:]
+    order = sorted(begins, key=begins.__getitem__)[-last:]
     if not order:
-        raise RuntimeError(f"the trace has no run of {module}; the device tells no HLO operations")
+        raise HybridJaxError(
+            f"the trace names no HLO operations and runs of {module} on "
+            f"{jax.devices()[0].device_kind}; profile on another device"
+        )
     first = begins[order[0]]
     counted = [e for e in events if e.start >= first and (e.module != module or e.run in order)]
     self_seconds: dict[str, float] = defaultdict(float)
@@ -101,14 +107,14 @@ def summarise(events: Iterable[Event], module: str, *, skip: int = 0) -> Trace:
             self_seconds[event.instruction] += seconds
         else:
             other += seconds
-    last = max(e.end for e in counted if e.module == module)
+    end = max(e.end for e in counted if e.module == module)
     return Trace(
         len(order),
         dict(self_seconds),
         other,
-        last - first,
-        _covered(counted, first, last),
-        None if order == [None] else _gaps(counted, module),
+        end - first,
+        _covered(counted, first, end),
+        _gaps(counted, module),
     )
 
 
@@ -145,7 +151,7 @@ def _covered(events: Iterable[Event], first: float, last: float) -> float:
 
 def _gaps(events: Iterable[Event], module: str) -> float:
     """Seconds between the end of each run and the start of the next."""
-    spans: dict[int | None, tuple[float, float]] = {}
+    spans: dict[int, tuple[float, float]] = {}
     for event in events:
         if event.module == module:
             start, end = spans.get(event.run, (event.start, event.end))

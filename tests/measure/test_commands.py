@@ -112,6 +112,16 @@ def test_profile(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert code == 2 and out == "" and "'x.doc' is no png" in err
 
 
+def test_kernels(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "kernels.json"
+    size = ("--case", "tiny", "--tokens", 3, "--rounds", 2)
+    code, out, err = run("bench", "kernels", "rows", *size, "--json", file)
+    assert (code, err) == (0, "") and "rows" in out and "reference (chosen)" in out
+    (timing,) = json.loads(file.read_text())["timings"]
+    low, high = timing["range"]
+    assert 0 < low <= timing["median"] <= high and len(timing["seconds"]) == 2
+
+
 MISTAKES = {
     "no batch": (["latency", "--batch", 0], "batch must be at least 1, got 0"),
     "no rounds": (["latency", "--rounds", 0], "rounds must be at least 1"),
@@ -119,6 +129,8 @@ MISTAKES = {
     "no range": (["throughput", "--prompt-tokens", "few"], "got 'few'; use 32-128"),
     "backwards": (["throughput", "--output-tokens", "9-3"], "got 9 to 3"),
     "no figure": (["throughput", "--plot", "a.doc"], "'a.doc' is no png"),
+    "no such kernel": (["kernels", "frob"], "unknown op 'frob'"),
+    "no such case": (["kernels", "rows", "--case", "frob"], "rows has no case 'frob'"),
     "no such op": (["latency", "--implementation", "frob=x"], "unknown op 'frob'"),
 }
 
@@ -126,6 +138,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_sentence(name: str, run: Run, model: Path) -> None:
     (command, *options), words = MISTAKES[name]
-    code, out, err = run("bench", command, model, *options)
+    arguments = options if command == "kernels" else [model, *options]
+    code, out, err = run("bench", command, *arguments)
     assert code == 2 and out == "" and words in err, err
     assert err.startswith("hybrid-jax: ") and err.count("\n") == 1

@@ -69,7 +69,7 @@ def test_times_of_layers_beside_their_work(phase: Any) -> None:
         ProfileLine(1, "full", "ffn", 0.004, 2.0, 1.0),
         ProfileLine(None, "head", "head", 0.009, 4.0, 4.0),
     )
-    profile = PhaseProfile(phase, 1, 1, 1, lines, 1.0, 1.0, None, {})
+    profile = PhaseProfile(phase, 1, 1, 1, lines, 1.0, 1.0, 0.0, {})
     axes = plots.layer_times(profile).axes[0]
     bars = {
         c.get_label(): [(b.get_center()[0], b.get_height()) for b in c] for c in axes.containers

@@ -1,0 +1,229 @@
+"""Times the implementations of an op on its cases, on the device at hand.
+
+    python -m pallas_kernels.bench gated_delta_rule --case qwen35_9b --rows 16 --json figures.json
+
+Every implementation that can run a case here is compiled and run first. Then they take turns, so
+that a drift of the machine meets all of them: medians and ranges over the rounds, and the ratio to
+the reference as the median of the ratios within rounds. Pools are donated, as in an engine's step.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from pallas_kernels import platform, registry
+from pallas_kernels.bench_operands import OPS, Batch, Call, cases_of, make_call
+
+SAMPLE_SECONDS = 0.02  # a sample is as many calls as take about so long
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One implementation of an op on one case and batch; seconds of a call."""
+
+    op: str
+    case: str
+    batch: Batch
+    implementation: str
+    chosen: bool  # whether the registry would choose it here
+    refused: str | None = None  # why it cannot run; then there are no times
+    seconds: tuple[float, ...] = ()  # one per round
+    ratio: float | None = None  # to the reference in the same rounds, median; above 1: slower
+
+    @property
+    def median(self) -> float:
+        """Of all rounds."""
+        return statistics.median(self.seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        numbers = asdict(self)
+        if self.seconds:
+            numbers |= {"median": self.median, "range": (min(self.seconds), max(self.seconds))}
+        return numbers
+
+
+def batches(rows: int, context: int, tokens: int) -> tuple[Batch, Batch]:
+    """A decode step of `rows` sequences of `context` tokens, and the prefill of one of `tokens`."""
+    for name, value, least in (("rows", rows, 1), ("context", context, 1), ("tokens", tokens, 2)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}; use {least} or more")
+    return Batch(rows, context, 1), Batch(1, 0, tokens)
+
+
+def time_op(
+    op: str,
+    *,
+    cases: Sequence[str] = (),
+    rows: int = 16,
+    context: int = 1024,
+    tokens: int = 512,
+    rounds: int = 7,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Timing]:
+    """Times every implementation of an op on a decode and a prefill batch of each case.
+
+    Args:
+        op: a name of `OPS`.
+        cases: names from the op's `cases.py`; none: all of them.
+        rows: of the decode batch. context: tokens of each row before the step.
+        tokens: of the prefill batch.
+        rounds: samples of each implementation.
+
+    Raises:
+        ValueError: an op or case is unknown, or a number is too small.
+    """
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}; known: {', '.join(sorted(OPS))}")
+    known = {case.name: case for case in cases_of(op)}
+    for name in cases:
+        if name not in known:
+            raise ValueError(f"{op} has no case {name!r}; known: {', '.join(known)}")
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}; use 1 or more")
+    decode, prefill = batches(rows, context, tokens)
+    return [
+        timing
+        for name in cases or known
+        for batch in ((decode,) if op == "rows" else (decode, prefill))
+        for timing in _time_case(op, known[name], batch, rounds, clock)
+    ]
+
+
+def _time_case(
+    op: str, case: Any, batch: Batch, rounds: int, clock: Callable[[], float]
+) -> list[Timing]:
+    """Every implementation on one case and batch."""
+    call = make_call(op, case, batch)
+    with registry.recording() as choices:
+        jax.eval_shape(call.run, call.pool, **call.operands)  # registers what is for this device
+    chosen = choices[-1].implementation
+    refused: dict[str, str] = {}
+    samplers: dict[str, _Sampler] = {}
+    for name in registry.implementations(op):
+        try:
+            samplers[name] = _Sampler(call, name, clock)
+        except ValueError as error:  # what the registry raises for one that cannot run
+            refused[name] = str(error)
+    seconds: dict[str, list[float]] = {name: [] for name in samplers}
+    for turn in range(rounds):
+        order = list(samplers) if turn % 2 else list(reversed(samplers))
+        for name in order:
+            seconds[name].append(samplers[name].sample())
+    base = seconds.get(registry.REFERENCE)
+    timings = []
+    for name in registry.implementations(op):
+        times = tuple(seconds.get(name, ()))
+        ratio = None
+        if times and base:
+            ratio = statistics.median(a / b for a, b in zip(times, base, strict=True))
+        timings.append(
+            Timing(op, case.name, batch, name, name == chosen, refused.get(name), times, ratio)
+        )
+    return timings
+
+
+class _Sampler:
+    """One implementation, compiled and warm, with a pool of its own."""
+
+    def __init__(self, call: Call, implementation: str, clock: Callable[[], float]) -> None:
+        def run(pool: jax.Array, operands: dict[str, Any]) -> tuple[Any, jax.Array]:
+            return call.run(pool, **operands, implementation=implementation)
+
+        self._step = jax.jit(run, donate_argnums=0)
+        self._clock = clock
+        self._operands = call.operands
+        self._pool = call.pool.copy()
+        self._calls = 1
+        self.sample()  # compiles
+        self._calls = max(1, round(SAMPLE_SECONDS / max(self.sample(), 1e-6)))
+
+    def sample(self) -> float:
+        """Seconds of a call: several in a row, each on the pool that the one before left."""
+        began = self._clock()
+        out = None
+        for _ in range(self._calls):
+            out, self._pool = self._step(self._pool, self._operands)
+        jax.block_until_ready((out, self._pool))
+        return (self._clock() - began) / self._calls
+
+
+def timing_report(timings: Sequence[Timing]) -> dict[str, Any]:
+    """With the device and the version of JAX, for JSON."""
+    device = platform.current()
+    return {
+        "device": device._asdict(),
+        "jax": jax.__version__,
+        "timings": [timing.to_dict() for timing in timings],
+    }
+
+
+def timing_lines(timings: Sequence[Timing]) -> list[tuple[str, ...]]:
+    """Per timing: case, batch, implementation, median and range in milliseconds, ratio."""
+    rows = []
+    for timing in timings:
+        batch = timing.batch
+        what = (
+            f"decode {batch.rows} x {batch.earlier:,}"
+            if batch.new == 1
+            else f"prefill {batch.new:,}"
+        )
+        name = f"{timing.implementation}{' (chosen)' if timing.chosen else ''}"
+        if timing.refused is not None:
+            rows.append((timing.case, what, name, "-", timing.refused, "-"))
+            continue
+        low, high = 1e3 * min(timing.seconds), 1e3 * max(timing.seconds)
+        ratio = "-" if timing.ratio is None else f"{timing.ratio:.2f}"
+        spread = f"{low:.3f} - {high:.3f}"
+        rows.append((timing.case, what, name, f"{1e3 * timing.median:.3f}", spread, ratio))
+    return rows
+
+
+TIMING_HEADER = ("case", "batch", "implementation", "ms", "range", "to reference")
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Time the implementations of an op on its cases.")
+    parser.add_argument("op", help=", ".join(sorted(OPS)))
+    parser.add_argument("--case", action="append", default=[], help="default: all")
+    parser.add_argument("--rows", type=int, default=16, help="of the decode batch")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of its rows before it")
+    parser.add_argument("--tokens", type=int, default=512, help="of the prefill batch")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", default="", help="file for the figures; -: stdout")
+    args = parser.parse_args()
+    try:
+        timings = time_op(
+            args.op,
+            cases=args.case,
+            rows=args.rows,
+            context=args.context,
+            tokens=args.tokens,
+            rounds=args.rounds,
+        )
+    except ValueError as error:
+        parser.exit(2, f"bench: {error}\n")
+    text = json.dumps(timing_report(timings), indent=2)
+    if args.json == "-":
+        print(text)
+        return
+    if args.json:
+        with open(args.json, "w") as file:
+            file.write(text + "\n")
+    rows = [TIMING_HEADER, *timing_lines(timings)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(TIMING_HEADER))]
+    for row in rows:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+
+
+if __name__ == "__main__":
+    main()
