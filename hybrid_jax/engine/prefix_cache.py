@@ -61,10 +61,10 @@ class PrefixCache:
         if not self._enabled:
             reason = "disabled"
         kept = sequence.request.prefix
-        fits = kept in self.kept and kept.length < len(sequence.token_ids)
-        # What a snapshot brings may not be what its tokens would compute: then nothing else is it.
-        if fits and (sequence.began_restored or prefix.length < kept.length):
-            prefix, reason, granularity = kept, "prompt_end", 1
+        if kept is not None and kept in self.kept and kept.length < len(sequence.token_ids):
+            # What a snapshot brings may not be what its tokens would compute: nothing else is it.
+            if sequence.began_restored or prefix.length < kept.length:
+                prefix, reason, granularity = kept, "prompt_end", 1
         saved = self._swap.find(sequence, self.tree)
         if saved is not None and saved.length > prefix.length:
             prefix = saved
