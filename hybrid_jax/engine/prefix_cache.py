@@ -61,9 +61,10 @@ class PrefixCache:
         if not self._enabled:
             reason = "disabled"
         kept = sequence.request.prefix
-        if kept is not None and kept in self.kept and kept.length < len(sequence.token_ids):
+        if kept is not None and kept in self.kept:
             # What a snapshot brings may not be what its tokens would compute: nothing else is it.
-            if sequence.began_restored or prefix.length < kept.length:
+            better = sequence.began_restored or prefix.length < kept.length
+            if better and kept.length < len(sequence.token_ids):
                 prefix, reason, granularity = kept, "prompt_end", 1
         saved = self._swap.find(sequence, self.tree)
         if saved is not None and saved.length > prefix.length:

@@ -12,6 +12,7 @@ from pallas_kernels.ragged import RaggedBatch
 
 OP = "paged_attention"
 MOSAIC_TPU = "mosaic_tpu"
+TRITON_GPU = "triton_gpu"
 registry.register(OP, registry.REFERENCE, reference.paged_attention, registry.never)
 
 
@@ -73,6 +74,8 @@ def paged_attention(
     )  # fmt: skip
     if facts.platform == "tpu" or implementation == MOSAIC_TPU:
         _register_mosaic_tpu()
+    if facts.platform == "gpu" or implementation == TRITON_GPU:
+        _register_triton_gpu()
     run = registry.select(OP, facts, implementation).fn
     return run(
         q, k, v, pages, table, ragged, scale=scale, window=window, softcap=softcap, sinks=sinks
@@ -85,6 +88,14 @@ def _register_mosaic_tpu() -> None:
     from pallas_kernels.paged_attention import mosaic_tpu
 
     registry.register(OP, MOSAIC_TPU, mosaic_tpu.paged_attention, mosaic_tpu.refuses)
+
+
+@functools.cache
+def _register_triton_gpu() -> None:
+    """On demand, as above."""
+    from pallas_kernels.paged_attention import triton_gpu
+
+    registry.register(OP, TRITON_GPU, triton_gpu.paged_attention, triton_gpu.refuses)
 
 
 def _check(

@@ -43,14 +43,20 @@ def compile_for(
     os.environ.setdefault("TPU_LOG_DIR", "disabled")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # its lock guards devices; none here
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
-    device = topology.devices[0]
+    return compile_on("tpu", topology.devices[0], fn, args, donate)
+
+
+def compile_on(
+    name: str, device: Any, fn: Callable[..., Any], args: Sequence[Any], donate: Sequence[int]
+) -> jax.stages.Compiled:
+    """`fn` compiled for a device of a topology, kernels selected for platform `name`."""
     mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args)
     )
     with (
-        platform.target("tpu", device.device_kind),
+        platform.target(name, device.device_kind),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         return jax.jit(fn, donate_argnums=tuple(donate)).lower(*placed).compile()
@@ -65,7 +71,8 @@ def results(compiled: jax.stages.Compiled) -> Iterator[tuple[str, tuple[int, ...
 
 def count_calls(compiled: jax.stages.Compiled, kernel: str) -> int:
     """How often the module calls a kernel."""
-    return len(re.findall(rf"%{kernel}[.\d_]* = .*custom-call", compiled.as_text()))
+    called = rf'%{kernel}[.\d_]* = .* custom-call\(| custom-call\(.*op_name="[^"]*/{kernel}/'
+    return len(re.findall(called, compiled.as_text()))
 
 
 def check_in_place(

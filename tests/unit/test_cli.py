@@ -142,6 +142,12 @@ def test_kernels_says_what_would_run_where_and_why(run: Run, model: Path) -> Non
     assert decode["operands"]["table"].startswith("int32[2,")
     assert "multiple of 128" in decode["refused"]["mosaic_tpu"]  # the model is too small for it
 
+    gpu = json.loads(run("kernels", model, "--chip", "h100", *options, "--json")[1])
+    attention = {x["phase"]: x["choice"] for x in gpu if x["choice"]["op"] == "paged_attention"}
+    assert attention["decode"]["implementation"] == "triton_gpu"
+    assert attention["mixed"]["implementation"] == "reference"
+    assert "prefill" in attention["mixed"]["refused"]["triton_gpu"]
+
     code, out, err = run("kernels", model, *options)  # the device at hand
     assert code == 0 and err == "" and "mosaic_tpu:" in out and "causal_conv1d" in out
     code, out, err = run(

@@ -1,0 +1,57 @@
+"""Paged attention on NVIDIA GPUs: which calls the Triton kernels take."""
+
+import math
+from typing import Any
+
+import jax
+
+from pallas_kernels import gpu_chip
+from pallas_kernels.paged_attention import gpu_decode
+from pallas_kernels.paged_attention.reference import Options
+from pallas_kernels.ragged import RaggedBatch
+from pallas_kernels.registry import Facts
+
+GIB = 1 << 30
+MAX_DIM = 256
+MAX_GROUP = 64
+
+
+def refuses(facts: Facts) -> str | None:
+    """Why this implementation cannot run, or None."""
+    reason = gpu_chip.refuses(facts)
+    if reason is not None:
+        return reason
+    q, pages = facts.values["q"], facts.values["pages"]
+    if q.dtype not in ("bfloat16", "float32"):
+        return f"q must be bfloat16 or float32, not {q.dtype}"
+    if pages.dtype != q.dtype and pages.dtype != "float8_e4m3fn":
+        return f"pages must be {q.dtype} as q, or float8_e4m3fn, not {pages.dtype}"
+    if pages.dtype == "float8_e4m3fn":
+        if "A100" in facts.device_kind:
+            return "A100 has no float8"
+        if 2 * GIB < math.prod(pages.shape) <= 4 * GIB:
+            return "Pallas has offsets of 32 bits up to 4 GiB, and in float8 they reach 2 GiB only"
+    if q.shape[2] > MAX_DIM:
+        return f"head dim {q.shape[2]} is above {MAX_DIM}: its tiles would not fit registers"
+    if (group := q.shape[1] * 2 // pages.shape[2]) > MAX_GROUP:
+        return f"{group} query heads per KV head are above {MAX_GROUP}"
+    return None
+
+
+def paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    ragged: RaggedBatch,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: jax.Array | None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.paged_attention`; `interpret` as in `pl.pallas_call`."""
+    options = Options(scale, window, softcap)
+    return gpu_decode.decode(q, k, v, pages, table, ragged, sinks, options, interpret=interpret)
