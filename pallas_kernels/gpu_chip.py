@@ -3,6 +3,8 @@
 from pallas_kernels.registry import Facts
 
 FAMILIES = ("A100", "H100", "H200", "B200")  # words of the device kind; GH200 and GB200 have one
+STATE_TILE = 4096  # float32 values of a state that a program of 128 threads holds
+MIN_COLUMNS, MAX_COLUMNS = 8, 64  # neighbours in memory: 32 bytes are one transfer
 PROGRAMS = 512  # that fill the 108 to 148 multiprocessors of these several times
 
 
@@ -20,3 +22,15 @@ def refuses(facts: Facts) -> str | None:
 def power_of_two(n: int) -> int:
     """The lowest that is not below n: Triton's tiles have no other sizes."""
     return 1 << (n - 1).bit_length()
+
+
+def refuses_state(channels: int) -> str | None:
+    """Why a program cannot hold a few columns of a state with so many rows, or None."""
+    most = STATE_TILE // MIN_COLUMNS
+    return f"columns of {channels} values are above {most}" if channels > most else None
+
+
+def state_columns(channels: int, columns: int) -> int:
+    """Columns of a state [channels, columns] that a program holds: a power of two."""
+    most = STATE_TILE // power_of_two(channels)
+    return min(most, max(power_of_two(columns), MIN_COLUMNS), MAX_COLUMNS)

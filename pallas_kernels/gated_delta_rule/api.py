@@ -11,6 +11,7 @@ from pallas_kernels.ragged import RaggedBatch
 
 OP = "gated_delta_rule"
 MOSAIC_TPU = "mosaic_tpu"
+TRITON_GPU = "triton_gpu"
 registry.register(OP, registry.REFERENCE, reference.gated_delta_rule, registry.never)
 
 
@@ -63,6 +64,8 @@ def gated_delta_rule(
     )  # fmt: skip
     if facts.platform == "tpu" or implementation == MOSAIC_TPU:
         _register_mosaic_tpu()
+    if facts.platform == "gpu" or implementation == TRITON_GPU:
+        _register_triton_gpu()
     run = registry.select(OP, facts, implementation).fn
     return run(q, k, v, g, beta, state, ragged, read_slots, write_slots, scale=scale, l2norm=l2norm)
 
@@ -73,6 +76,14 @@ def _register_mosaic_tpu() -> None:
     from pallas_kernels.gated_delta_rule import mosaic_tpu
 
     registry.register(OP, MOSAIC_TPU, mosaic_tpu.gated_delta_rule, mosaic_tpu.refuses)
+
+
+@functools.cache
+def _register_triton_gpu() -> None:
+    """On demand, as above."""
+    from pallas_kernels.gated_delta_rule import triton_gpu
+
+    registry.register(OP, TRITON_GPU, triton_gpu.gated_delta_rule, triton_gpu.refuses)
 
 
 def _check(

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import gpu_chip
+from pallas_kernels import gpu_chip, storage
 from pallas_kernels.paged_attention.reference import LOWEST, Options
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import ArrayFacts
@@ -133,12 +133,10 @@ def _decode_kernel(
     first = 0 if options.window is None else jnp.maximum(last - options.window + 1, 0)
 
     tile = real_query[:, None] & real_channel[None]
-    q_tile = plgpu.load(
-        _at(q, row, queries[:, None], channel[None]), mask=tile & decodes, other=0.0
-    )
+    q_tile = plgpu.load(q.at[row, queries[:, None], channel[None]], mask=tile & decodes, other=0.0)
     k_new = plgpu.load(k.at[row, head, channel], mask=real_channel & decodes, other=0.0)
     v_new = plgpu.load(v.at[row, head, channel], mask=real_channel & decodes, other=0.0)
-    k_new, v_new = k_new.astype(pages.dtype), v_new.astype(pages.dtype)
+    k_new, v_new = storage.encode(k_new, pages.dtype), storage.encode(v_new, pages.dtype)
 
     @pl.when(decodes & (part == 0))
     def _write() -> None:
@@ -170,7 +168,7 @@ def _decode_kernel(
         loaded = seen[:, None] & real_channel[None]
 
         def read(which: int) -> jax.Array:
-            at = _at(before, page, offset, 2 * head + which, channel[None])
+            at = before.at[page, offset, 2 * head + which, channel[None]]
             return plgpu.load(at, mask=loaded, other=0.0).astype(q_tile.dtype)
 
         scores = jnp.where(seen[None], logits(_product(q_tile, read(0).T)), LOWEST)
@@ -192,10 +190,10 @@ def _decode_kernel(
         if sink_logits:
             sink = plgpu.load(sink_logits[0].at[queries], mask=real_query, other=0.0)
         attended = _finish(highest, total, values, sink)
-        plgpu.store(_at(results[0], row, queries[:, None], channel[None]),
+        plgpu.store(results[0].at[row, queries[:, None], channel[None]],
                     attended.astype(q.dtype), mask=tile)  # fmt: skip
         return
-    plgpu.store(_at(results[0], row, part, queries[:, None], channel[None]), values, mask=tile)
+    plgpu.store(results[0].at[row, part, queries[:, None], channel[None]], values, mask=tile)
     plgpu.store(results[1].at[row, part, queries], total, mask=real_query)
     plgpu.store(results[2].at[row, part, queries], highest, mask=real_query)
 
@@ -210,7 +208,7 @@ def _combine_kernel(values: Any, total: Any, highest: Any, *refs: Any, tiles: Ti
     part_highest = highest[row, part, head]
     most = jnp.max(part_highest)
     weights = jnp.exp2(part_highest - most)
-    at = _at(values, row, part[:, None], head, channel[None])
+    at = values.at[row, part[:, None], head, channel[None]]
     each = plgpu.load(at, mask=jnp.broadcast_to(real[None], (tiles.parts, tiles.dim)), other=0.0)
     summed = jnp.sum(weights[:, None] * each, axis=0)
     sink = sinks[0][head] if sinks else None
@@ -229,12 +227,6 @@ def _finish(
         values = rescale[..., None] * values
     nothing = total == 0.0
     return jnp.where(nothing[..., None], 0.0, values / jnp.where(nothing, 1.0, total)[..., None])
-
-
-def _at(ref: Any, *index: Any) -> Any:
-    """`ref.at`, with indices that are broadcast against each other."""
-    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in index))
-    return ref.at[tuple(jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in index)]
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -1,6 +1,8 @@
 """Triton kernels compile for GPUs of three generations, and update their pools in place."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from tests.helpers.gpu import EVERY_GPU, compile_for, needs_cuda
 from tests.helpers.tpu import check_in_place
 from tests.kernels.test_paged_attention_tpu_compile import CASE as ATTENTION
 from tests.kernels.test_paged_attention_tpu_compile import arguments as attention_arguments
+from tests.kernels.test_tpu_compile import GATED_DELTA, gated_delta, gated_delta_arguments
 
 pytestmark = needs_cuda
 TRITON_GPU = "triton_gpu"
@@ -62,7 +65,25 @@ def test_paged_attention_decode_float8(chip: str) -> None:
 
 
 def compile_attention(case: AttentionCase, given: tuple, chip: str) -> None:
+    check_compiles(attention(case), given, 3, "paged_attention_decode", chip)
+
+
+@pytest.mark.parametrize("chip", EVERY_GPU)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("qwen35_9b", 256), ("qwen3_next_80b", 1), ("kimi_linear_48b", 64), ("olmo_hybrid_7b", 64)],
+)
+def test_gated_delta_rule_decode(name: str, rows: int, chip: str) -> None:
+    case = GATED_DELTA[name]
+    given = gated_delta_arguments(case, rows, rows)
+    check_compiles(gated_delta(case, True), given, 5, "gated_delta_decode", chip)
+
+
+def check_compiles(
+    fn: Callable[..., Any], given: Sequence[Any], pool: int, kernel: str, chip: str
+) -> None:
+    """The registry chooses Triton, and argument number `pool` is updated in place."""
     with registry.recording() as choices:
-        compiled = compile_for(chip, attention(case), given, donate=(3,))
+        compiled = compile_for(chip, fn, given, donate=(pool,))
     assert [choice.implementation for choice in choices] == [TRITON_GPU]
-    check_in_place(compiled, given[3], ("paged_attention_decode",))
+    check_in_place(compiled, given[pool], (kernel,))

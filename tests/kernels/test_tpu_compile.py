@@ -26,9 +26,10 @@ def gated_delta_arguments(case: Case, tokens: int, rows: int) -> tuple[jax.Shape
     """q, k, v as layers have them, flat; g, beta, state, row boundaries and slots."""
     keys, values = case.num_k_heads * case.k_dim, case.num_v_heads * case.v_dim
     qkv = (shape(case.dtype, tokens, width) for width in (keys, keys, values))
-    gates = (shape("float32", tokens, case.num_v_heads) for _ in range(2))
+    beta = shape("float32", tokens, case.num_v_heads)
+    g = shape("float32", *beta.shape, *[case.k_dim] * case.per_channel)
     state = shape("float32", 2 * rows + 1, case.num_v_heads, case.k_dim, case.v_dim)
-    return (*qkv, *gates, state, *(shape("int32", n) for n in (rows + 1, rows, 2, rows, rows)))
+    return (*qkv, g, beta, state, *(shape("int32", n) for n in (rows + 1, rows, 2, rows, rows)))
 
 
 def gated_delta(case: Case, decode_only: bool):

@@ -143,10 +143,11 @@ def test_kernels_says_what_would_run_where_and_why(run: Run, model: Path) -> Non
     assert "multiple of 128" in decode["refused"]["mosaic_tpu"]  # the model is too small for it
 
     gpu = json.loads(run("kernels", model, "--chip", "h100", *options, "--json")[1])
-    attention = {x["phase"]: x["choice"] for x in gpu if x["choice"]["op"] == "paged_attention"}
-    assert attention["decode"]["implementation"] == "triton_gpu"
-    assert attention["mixed"]["implementation"] == "reference"
-    assert "prefill" in attention["mixed"]["refused"]["triton_gpu"]
+    choices = {(x["phase"], x["choice"]["op"]): x["choice"] for x in gpu}
+    for op in ("paged_attention", "gated_delta_rule"):
+        assert choices["decode", op]["implementation"] == "triton_gpu"
+        assert choices["mixed", op]["implementation"] == "reference"
+        assert "prefill" in choices["mixed", op]["refused"]["triton_gpu"]
 
     code, out, err = run("kernels", model, *options)  # the device at hand
     assert code == 0 and err == "" and "mosaic_tpu:" in out and "causal_conv1d" in out

@@ -1,0 +1,38 @@
+"""The gated delta rule on NVIDIA GPUs: which calls the Triton kernel takes."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import gpu_chip
+from pallas_kernels.gated_delta_rule import gpu_decode
+from pallas_kernels.ragged import RaggedBatch
+from pallas_kernels.registry import Facts
+
+
+def refuses(facts: Facts) -> str | None:
+    """Why this kernel cannot run, or None."""
+    return gpu_chip.refuses(facts) or gpu_chip.refuses_state(facts.values["state"].shape[2])
+
+
+def gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    ragged: RaggedBatch,
+    read_slots: jax.Array,
+    write_slots: jax.Array,
+    *,
+    scale: float | None,
+    l2norm: bool,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.gated_delta_rule`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    tokens, slots = (q, k, v, g, beta), (read_slots, write_slots)
+    return gpu_decode.decode(
+        tokens, state, ragged, slots, scale=scale, l2norm=l2norm, interpret=interpret
+    )
