@@ -31,8 +31,12 @@ def gated_delta_rule(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.gated_delta_rule`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    tokens, slots = (q, k, v, g, beta), (read_slots, write_slots)
     return gpu_decode.decode(
-        tokens, state, ragged, slots, scale=scale, l2norm=l2norm, interpret=interpret
+        (q, k, v, g, beta),
+        state,
+        ragged,
+        (read_slots, write_slots),
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        l2norm=l2norm,
+        interpret=interpret,
     )

@@ -11,6 +11,7 @@ from pallas_kernels.ssd import reference
 
 OP = "ssd"
 MOSAIC_TPU = "mosaic_tpu"
+TRITON_GPU = "triton_gpu"
 registry.register(OP, registry.REFERENCE, reference.ssd, registry.never)
 
 
@@ -63,6 +64,8 @@ def ssd(
     )  # fmt: skip
     if facts.platform == "tpu" or implementation == MOSAIC_TPU:
         _register_mosaic_tpu()
+    if facts.platform == "gpu" or implementation == TRITON_GPU:
+        _register_triton_gpu()
     run = registry.select(OP, facts, implementation).fn
     return run(
         x, dt, A, B, C, D, dt_bias, state, ragged, read_slots, write_slots, dt_limit=dt_limit
@@ -75,6 +78,14 @@ def _register_mosaic_tpu() -> None:
     from pallas_kernels.ssd import mosaic_tpu
 
     registry.register(OP, MOSAIC_TPU, mosaic_tpu.ssd, mosaic_tpu.refuses)
+
+
+@functools.cache
+def _register_triton_gpu() -> None:
+    """On demand, as above."""
+    from pallas_kernels.ssd import triton_gpu
+
+    registry.register(OP, TRITON_GPU, triton_gpu.ssd, triton_gpu.refuses)
 
 
 def _check(

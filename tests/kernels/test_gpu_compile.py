@@ -16,7 +16,14 @@ from tests.helpers.gpu import EVERY_GPU, compile_for, needs_cuda
 from tests.helpers.tpu import check_in_place
 from tests.kernels.test_paged_attention_tpu_compile import CASE as ATTENTION
 from tests.kernels.test_paged_attention_tpu_compile import arguments as attention_arguments
-from tests.kernels.test_tpu_compile import GATED_DELTA, gated_delta, gated_delta_arguments
+from tests.kernels.test_tpu_compile import (
+    GATED_DELTA,
+    SSD,
+    gated_delta,
+    gated_delta_arguments,
+    run_ssd,
+    ssd_arguments,
+)
 
 pytestmark = needs_cuda
 TRITON_GPU = "triton_gpu"
@@ -77,6 +84,15 @@ def test_gated_delta_rule_decode(name: str, rows: int, chip: str) -> None:
     case = GATED_DELTA[name]
     given = gated_delta_arguments(case, rows, rows)
     check_compiles(gated_delta(case, True), given, 5, "gated_delta_decode", chip)
+
+
+@pytest.mark.parametrize("chip", EVERY_GPU)
+@pytest.mark.parametrize(
+    ("name", "rows"), [("nemotron_3_nano", 64), ("bamba_9b", 1), ("falcon_h1_7b", 256)]
+)
+def test_ssd_decode(name: str, rows: int, chip: str) -> None:
+    given = ssd_arguments(SSD[name], rows, rows)
+    check_compiles(run_ssd(SSD[name], True), given, 7, "ssd_decode", chip)
 
 
 def check_compiles(
