@@ -13,7 +13,6 @@ B pages of a block.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -22,24 +21,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.paged_attention.tpu_copies import clear_unseen, start_block, wait_block
 from pallas_kernels.paged_attention.tpu_layout import (
+    F32,
     LANES,
+    LOG2E,
+    LOWEST,
     Layout,
     Options,
     as_rows,
     divide,
     modulo,
     pages_seen,
+    precision,
 )
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import ArrayFacts
 
-F32 = jnp.float32
-LOWEST = -1e30
-LOG2E = math.log2(math.e)
 SLOTS = 4  # blocks in VMEM: one in use, the others on their way
 ROWS_PER_STEP = 8  # sequences per grid step
 VMEM_FREE = 14 << 20  # of the 16 MiB that every chip gives without being asked
+VMEM_SPILLS = 8 << 20
 
 
 def vmem_bytes(
@@ -56,7 +58,8 @@ def vmem_bytes(
     # The scores' bias; scores, weights and their rolled copies for every chunk.
     scores = heads * layout.columns * (4 + 4 + 2 * item * layout.chunks)
     queries = 4 * ROWS_PER_STEP * heads * layout.chunks * LANES * item
-    return buffers + scores + queries
+    needed = buffers + scores + queries
+    return needed if needed <= VMEM_FREE else needed + VMEM_SPILLS
 
 
 def decode(
@@ -107,7 +110,7 @@ def decode(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,  # of copies: each costs as much as its start
-            vmem_limit_bytes=vmem + (8 << 20) if vmem > VMEM_FREE else None,
+            vmem_limit_bytes=vmem if vmem > VMEM_FREE else None,
         ),
         interpret=interpret,
         name="paged_attention_decode",
@@ -158,28 +161,10 @@ def _decode_kernel(
         def _() -> None:
             first, count = bounds(row)[:2]
             done = index * per_block
-            base = row * width
-            column = first + done
-            if options.window is not None:
-                column = lax.rem(column, width)
-
-            def start(i: int | jax.Array) -> None:
-                at = column + i
-                if options.window is not None:
-                    at = jnp.where(at >= width, at - width, at)
-                pltpu.make_async_copy(
-                    pages.at[table[base + at]], buffer.at[slot, i], sems.at[slot]
-                ).start()
-
-            @pl.when(count - done >= per_block)
-            def _() -> None:
-                for i in range(per_block):
-                    start(i)
-
-            @pl.when(count - done < per_block)
-            def _() -> None:
-                lax.fori_loop(0, count - done, lambda i, _: start(i), None)
-
+            start_block(
+                pages, table, buffer, sems, slot, row * width, first + done, count - done,
+                layout, width, ring=options.window is not None,
+            )  # fmt: skip
             last = done + per_block >= count
             cursor[0] = jnp.where(last, row + 1, row)
             cursor[1] = jnp.where(last, 0, index + 1)
@@ -210,27 +195,12 @@ def _decode_kernel(
             start_next(number + SLOTS - 1)
             here = jnp.minimum(count - i * per_block, per_block)
 
-            @pl.when(here == per_block)
-            def _() -> None:
-                pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], sems.at[slot]).wait()
-
-            @pl.when(here < per_block)
-            def _() -> None:
-                def wait(j: jax.Array, _: None) -> None:
-                    pltpu.make_async_copy(
-                        buffer.at[slot, j], buffer.at[slot, j], sems.at[slot]
-                    ).wait()
-
-                lax.fori_loop(0, here, wait, None)
+            wait_block(buffer, sems, slot, here, layout)
 
             # Visible tokens of this block, counted from its first.
             origin = (first + i * per_block) * size
             low, high = begin - origin, end - origin
-            for page, cut in ((jnp.int32(0), low > 0), (here - 1, high < here * size)):
-
-                @pl.when(cut)
-                def _(page: jax.Array = page) -> None:
-                    _clear_unseen(buffer, slot, page, low, high, layout)
+            clear_unseen(buffer, slot, here, low, high, layout)
 
             scores, values = [], []
             for at in range(0, layout.block_rows, layout.chunk_rows):
@@ -334,27 +304,11 @@ def _chunked(x: jax.Array, layout: Layout) -> jax.Array:
     return jnp.concatenate([x[:, c * lanes : (c + 1) * lanes] for c in range(layout.chunks)], 0)
 
 
-def _clear_unseen(
-    buffer: Any, slot: jax.Array, page: jax.Array, low: jax.Array, high: jax.Array,
-    layout: Layout,
-) -> None:  # fmt: skip
-    """Zeroes the rows of one page of a block outside tokens [low, high): they may be NaN."""
-    shape = (layout.page_rows, layout.lanes)
-    row = lax.broadcasted_iota(jnp.int32, shape, 0) + page * layout.page_rows
-    seen = (row >= low * layout.token_rows) & (row < high * layout.token_rows)
-    kept = jnp.where(seen, buffer[slot, page].astype(F32), 0.0)
-    buffer[slot, page] = kept.astype(buffer.dtype)
-
-
-def _precision(dtype: Any) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if dtype == F32 else None
-
-
 def _scores(queries: jax.Array, rows: jax.Array, layout: Layout, options: Options) -> jax.Array:
     """Scores in units of log 2, [N, rows]: right in the columns of first chunks of Ks."""
     products = lax.dot_general(
         queries, rows, (((1,), (1,)), ((), ())),
-        precision=_precision(rows.dtype), preferred_element_type=F32,
+        precision=precision(rows.dtype), preferred_element_type=F32,
     )  # fmt: skip
     padded = queries.shape[0] // layout.chunks
     scores = products[:padded]
@@ -375,5 +329,5 @@ def _weighted(weights: jax.Array, rows: jax.Array, layout: Layout) -> jax.Array:
     moved = jnp.concatenate(moved, 0).astype(rows.dtype)
     return lax.dot_general(
         moved, rows, (((1,), (0,)), ((), ())),
-        precision=_precision(rows.dtype), preferred_element_type=F32,
+        precision=precision(rows.dtype), preferred_element_type=F32,
     )  # fmt: skip

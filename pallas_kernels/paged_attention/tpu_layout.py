@@ -1,6 +1,7 @@
 """How the TPU kernels of paged attention see pages, and in which pieces they take them."""
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,9 @@ from jax import lax
 
 from pallas_kernels.registry import ArrayFacts
 
+F32 = jnp.float32
+LOWEST = -1e30
+LOG2E = math.log2(math.e)
 LANES = 128
 BLOCK_TOKENS = 1024
 BLOCK_BYTES = 2 << 20  # of K and V, whole vectors of lanes; large blocks hide latencies
@@ -48,7 +52,7 @@ class Layout(NamedTuple):
         layout = cls(size, rows, dim, min(rows, 8), chunks, dim // chunks, 1, packing)
         if window is None:
             # A power of two: shifts divide by it.
-            return layout._replace(block=_power_of_two(min(tokens // size, table_width)))
+            return layout._replace(block=power_of_two(min(tokens // size, table_width)))
         # Few and equal blocks, since each costs the time of one product after the other.
         most = min(pages_seen(window, size), table_width)
         count = max(1, -(-most * size * 8 // (tokens * 9)))
@@ -71,6 +75,11 @@ class Layout(NamedTuple):
         return self.block * self.page_rows
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self.block * self.page_size
+
+    @property
     def columns(self) -> int:
         """Columns of a block's scores."""
         return self.block_rows // self.packing
@@ -88,7 +97,7 @@ class Layout(NamedTuple):
     @property
     def pages_per_chunk(self) -> int:
         """Pages that one product takes together."""
-        return _power_of_two(max(CHUNK_ROWS // self.page_rows, 1))
+        return power_of_two(max(CHUNK_ROWS // self.page_rows, 1))
 
     @property
     def chunk_rows(self) -> int:
@@ -98,7 +107,7 @@ class Layout(NamedTuple):
         return self.page_rows * min(self.pages_per_chunk, self.block)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The highest that is not above n."""
     return 1 << (n.bit_length() - 1)
 
@@ -125,3 +134,8 @@ def divide(x: jax.Array, by: int) -> jax.Array:
 def modulo(x: jax.Array, by: int) -> jax.Array:
     """x % by of scalars that are not negative."""
     return x & (by - 1) if by & (by - 1) == 0 else lax.rem(x, by)
+
+
+def precision(dtype: Any) -> lax.Precision | None:
+    """Of products: float32 needs more than one pass of the matrix unit, bfloat16 does not."""
+    return lax.Precision.HIGHEST if dtype == F32 else None

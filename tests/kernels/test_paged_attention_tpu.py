@@ -15,7 +15,13 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import registry
-from pallas_kernels.paged_attention import mosaic_tpu, paged_attention, tpu_decode, tpu_layout
+from pallas_kernels.paged_attention import (
+    mosaic_tpu,
+    paged_attention,
+    tpu_decode,
+    tpu_layout,
+    tpu_prefill_layout,
+)
 from pallas_kernels.paged_attention.cases import CASES, Case
 from tests.helpers.ragged import Rows
 from tests.kernels.test_paged_attention import Setup
@@ -31,6 +37,8 @@ BATCHES = {
     "two_steps": Rows(decode=(3, 40, 5, 0, 1, 2, 33, 9, 60, 11), pad_rows=7),
     "padding": Rows(pad_rows=4),
 }
+# Rows that are shorter and longer than a tile, end within pages, and have earlier tokens.
+MIXED = Rows(decode=(3, 15), prefill=((0, 33), (2, 1), (140, 65)), pad_rows=2, pad_tokens=5)
 # What the models in cases.py leave out: other head sizes, groups and numbers of KV heads.
 MORE = (
     Case("dim_80", 2, 2, 80, window=20),
@@ -43,7 +51,26 @@ MORE = (
     ),
     Case("page_256_bf16", 8, 4, 128, 256, dtype="bfloat16", atol=8e-3),
 )
+# What the prefill kernel takes apart in its own ways: query heads per KV head.
+GROUPS = (
+    Case("group_4_bf16", 32, 8, 128, dtype="bfloat16", atol=8e-3),
+    Case("group_2_window_bf16", 16, 8, 128, 32, window=40, sinks=True, dtype="bfloat16", atol=8e-3),
+    Case("group_1_page_64", 8, 8, 128, 64, softcap=10.0),
+    Case("group_16_of_one_head", 16, 1, 128, 128, window=20, sinks=True),
+    Case("group_3_window", 12, 4, 128, window=9, sinks=True),
+)
+PAGES_OF_48 = registry.ArrayFacts((9, 48, 16, 256), "float32")
+PREFILLS = {
+    "mixed": MIXED,
+    "prompts": Rows(prefill=((0, 1), (0, 130), (31, 129)), pad_rows=1),
+    "long_context": Rows(decode=(20,), prefill=((300, 40),), pad_tokens=70),
+    "padding_mixed": Rows(pad_rows=4, pad_tokens=9),
+}
 TWO_TOKENS_BF16 = Case("race_bf16", 2, 1, 256, page_size=8, dtype="bfloat16", atol=8e-3)
+PREFILL_RACES = (
+    Case("window", 4, 2, 8, page_size=32, window=270),
+    Case("bf16", 2, 1, 256, page_size=32, dtype="bfloat16", atol=8e-3),
+)
 # tiny_page_1 and olmo_hybrid_7b are refused, see below.
 SMALL = [c for c in CASES if c.name.startswith("tiny") and c.name != "tiny_page_1"]
 LARGE = [c for c in CASES if not c.name.startswith("tiny") and c.name != "olmo_hybrid_7b"]
@@ -55,6 +82,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few pages, in several chunks, so that short rows have many."""
     monkeypatch.setattr(tpu_layout, "BLOCK_TOKENS", 32)
     monkeypatch.setattr(tpu_layout, "CHUNK_ROWS", 64)
+    monkeypatch.setattr(tpu_prefill_layout, "TILE", 32)
+    monkeypatch.setattr(tpu_prefill_layout, "ROWS", 64)
+    monkeypatch.setattr(tpu_prefill_layout, "BLOCK_TOKENS", 256)
+    monkeypatch.setattr(tpu_prefill_layout, "WIDTH_STEP", 128)
 
 
 def facts(setup: Setup, platform: str = "tpu", **changes: object) -> registry.Facts:
@@ -106,6 +137,25 @@ def test_model_shapes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", (*LARGE, *MORE, *GROUPS), ids=lambda case: case.name)
+def test_mixed_model_shapes(case: Case) -> None:
+    setup = Setup(case, MIXED)
+    assert (mosaic_tpu.refuses(facts(setup)) is None) is (case.head_dim % 128 == 0)
+    check(setup)
+
+
+def test_small_mixed() -> None:
+    check(Setup(CASE["tiny_everything"], MIXED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", PREFILLS)
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_small_prefills(case: Case, batch: str) -> None:
+    check(Setup(case, PREFILLS[batch]))
+
+
+@pytest.mark.slow
 def test_blocks_as_they_are_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     setup = Setup(CASE["gemma3_270m_local"], Rows(decode=(511, 512, 513, 1300)))
@@ -139,11 +189,31 @@ def test_copies(
     assert RACE not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+@pytest.mark.parametrize("case", PREFILL_RACES, ids=lambda case: case.name)
+@pytest.mark.timeout(300)
+def test_copies_of_prefill(
+    case: Case,
+    mode: Literal["on_wait", "eager"],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Tiles of more blocks than slots, rows of more tiles than one, and what no row owns."""
+    monkeypatch.setattr(tpu_prefill_layout, "TILE", 16)
+    rows = Rows(decode=(9,), prefill=((260, 21), (0, 3)), pad_rows=1, pad_tokens=19)
+    check(Setup(case, rows), interpreter(mode))
+    assert RACE not in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("case", "changes", "reason"),
     [
-        ("tiny", {"platform": "cpu"}, "is for TPU, not cpu"),
-        ("gemma2_9b", {"decode_only": False}, "prefill"),
+        ("tiny", {"platform": "cpu"}, "is for TPU, not for cpu"),
+        (
+            "gemma2_9b",
+            {"decode_only": False, "pages": PAGES_OF_48},
+            "power of two of tokens, not 48",
+        ),
         ("gemma2_9b", {"q": registry.ArrayFacts((1, 16, 256), "bfloat16")}, "must be equal"),
         ("tiny", {"pages": registry.ArrayFacts((9, 4, 4, 8), "uint16")}, "not uint16"),
         ("gemma2_9b", {"table": registry.ArrayFacts((256, 4096), "int32")}, "scalar memory"),
@@ -161,7 +231,7 @@ def test_refusals_have_reasons(case: str, changes: dict, reason: str) -> None:
 def test_forced_on_cpu_is_an_error_with_the_reason() -> None:
     setup = Setup(CASE["tiny"], Rows(decode=(3,)))
     arrays = (jnp.asarray(x, setup.dtype) for x in (setup.q, setup.k, setup.v, setup.before))
-    with pytest.raises(ValueError, match="mosaic_tpu: is for TPU, not cpu"):
+    with pytest.raises(ValueError, match="mosaic_tpu: is for TPU, not for cpu"):
         paged_attention(
             *arrays, jnp.asarray(setup.table), setup.rows.ragged(), scale=1.0,
             implementation="mosaic_tpu",

@@ -9,10 +9,11 @@ import pytest
 from pallas_kernels import RaggedBatch, registry
 from pallas_kernels.paged_attention import api, paged_attention, pages_shape
 from pallas_kernels.paged_attention.cases import CASES, Case
-from tests.helpers.tpu import EVERY_CHIP, check_in_place, compile_for, needs_libtpu
+from tests.helpers.tpu import EVERY_CHIP, check_in_place, compile_for, needs_libtpu, results
 
 pytestmark = needs_libtpu
 ROWS = 16
+TOKENS = 512
 CONTEXT = 4096
 KERNELS = ("paged_attention_write", "paged_attention_decode")
 CASE = {case.name: case for case in CASES} | {
@@ -37,14 +38,15 @@ NAMES = (
     "dim_512",
     "page_256",
 )
+PREFILL_NAMES = ("qwen3_next_bf16_128", "llama3_8b", "group_16")
 
 
 def shape(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
 
 
-def arguments(case: Case, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """q, k, v, pages, table, row boundaries and sinks of a decode batch.
+def arguments(case: Case, rows: int, tokens: int | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """q, k, v, pages, table, row boundaries and sinks of a batch; without `tokens`, of decode.
 
     The pool is larger than any VMEM, where XLA would otherwise put it.
     """
@@ -53,9 +55,10 @@ def arguments(case: Case, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     page = pages_shape(1, case.page_size, case.num_kv_heads, case.head_dim)
     item = jnp.dtype(case.dtype).itemsize
     num_pages = (256 << 20) // (page[1] * page[2] * page[3] * item)
-    kv = shape(case.dtype, rows, case.num_kv_heads, case.head_dim)
+    tokens = tokens or rows
+    kv = shape(case.dtype, tokens, case.num_kv_heads, case.head_dim)
     return (
-        shape(case.dtype, rows, case.num_heads, case.head_dim),
+        shape(case.dtype, tokens, case.num_heads, case.head_dim),
         kv,
         kv,
         shape(case.dtype, num_pages, *page[1:]),
@@ -64,7 +67,7 @@ def arguments(case: Case, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     )
 
 
-def attention(case: Case):
+def attention(case: Case, decode_only: bool):
     call = functools.partial(
         paged_attention,
         scale=case.head_dim**-0.5,
@@ -74,7 +77,7 @@ def attention(case: Case):
     )
 
     def run(q, k, v, pages, table, starts, lens, counts, sinks):
-        ragged = RaggedBatch(starts, lens, counts, decode_only=True)
+        ragged = RaggedBatch(starts, lens, counts, decode_only)
         return call(q, k, v, pages, table, ragged, sinks=sinks if case.sinks else None)
 
     return run
@@ -84,8 +87,19 @@ def attention(case: Case):
 @pytest.mark.parametrize("name", NAMES)
 def test_decode(name: str, chip: str) -> None:
     given = arguments(CASE[name], ROWS)
-    compiled = compile_for(chip, attention(CASE[name]), given, donate=(3,))
+    compiled = compile_for(chip, attention(CASE[name], True), given, donate=(3,))
     check_in_place(compiled, given[3], KERNELS)
+
+
+@pytest.mark.parametrize("chip", EVERY_CHIP)
+@pytest.mark.parametrize("name", PREFILL_NAMES)
+def test_mixed(name: str, chip: str) -> None:
+    given = arguments(CASE[name], ROWS, TOKENS)
+    compiled = compile_for(chip, attention(CASE[name], False), given, donate=(3,))
+    check_in_place(compiled, given[3], (*KERNELS, "paged_attention_prefill"))
+    # Queries and output are moved (XLA may prefetch what is small), but not laid out anew.
+    makers = {opcode for opcode, dims in results(compiled) if dims == given[0].shape}
+    assert not makers & {"transpose", "copy", "fusion", "pad"}, makers
 
 
 def test_the_registry_chooses_it_for_a_tpu() -> None:

@@ -1,0 +1,134 @@
+"""Takes heads apart in VMEM, and puts them together: what the products of prefill want.
+
+Tokens come as [tokens, heads, H]; products want rows (token, head of the group) for each KV head,
+and K and V of each head by themselves. Work goes by a few tokens at a time, in float32 or words of
+32 bits, where a vector register holds 8 sublanes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.paged_attention.tpu_layout import F32, LANES, divide
+from pallas_kernels.paged_attention.tpu_prefill_layout import SUBLANES, PrefillLayout
+
+TOKENS = 32  # at a time
+
+
+def split_heads(
+    tokens: Any, queries: Any, layout: PrefillLayout, factor: float, length: jax.Array
+) -> None:
+    """[tile, K * R, H] times `factor` -> queries [K, tile * R, H]."""
+    step, groups = min(TOKENS, layout.tile), layout.groups
+
+    def some(i: jax.Array, _: None) -> None:
+        x = tokens[pl.ds(i * step, step)].astype(F32) * factor
+        at = pl.ds(pl.multiple_of(i * step * groups, step * groups), step * groups)
+        width = max(groups, SUBLANES)
+        for n in range(0, x.shape[1], width):
+            parts = _exchange(_by_token(x[:, n : n + width], groups), groups)
+            for j, part in enumerate(parts):
+                rows = part.reshape(step * groups, x.shape[2])
+                queries[n // groups + j, at] = rows.astype(queries.dtype)
+
+    lax.fori_loop(0, divide(length + (step - 1), step), some, None)
+
+
+def join_heads(
+    sums: Any, total: Any, tokens: Any, layout: PrefillLayout, length: jax.Array
+) -> None:
+    """sums [K, tile * R, H or more], divided by the sums of weights -> tokens [tile, K * R, H]."""
+    step, groups, dim = min(TOKENS, layout.tile), layout.groups, tokens.shape[2]
+    per_register = max(SUBLANES // groups, 1)  # KV heads
+
+    def some(i: jax.Array, _: None) -> None:
+        at = pl.ds(pl.multiple_of(i * step * groups, step * groups), step * groups)
+
+        def averages(j: int) -> jax.Array:
+            if layout.ones:
+                weight = sums[j, at, dim:]  # as many equal lanes as there are of V
+            else:
+                weight = jnp.sum(total[j, at], axis=1, keepdims=True)
+            rows = sums[j, at, :dim] / weight
+            width = max(groups, SUBLANES)
+            return rows.reshape(step * groups // width, width, dim)
+
+        heads = []
+        for j in range(0, layout.kv_heads, per_register):
+            parts = _exchange([averages(j + n) for n in range(per_register)], groups)
+            joined = parts[0] if per_register == 1 else jnp.stack(parts, 1)
+            heads.append(joined.reshape(step, -1, dim))
+        tokens[pl.ds(i * step, step)] = jnp.concatenate(heads, 1).astype(tokens.dtype)
+
+    lax.fori_loop(0, divide(length + (step - 1), step), some, None)
+
+
+def _by_token(x: jax.Array, groups: int) -> list[jax.Array]:
+    """[tokens, 8, H] -> of as many tokens as there are KV heads in 8: the first, second, ..."""
+    count = max(SUBLANES // groups, 1)
+    if count == 1:
+        return [x]
+    x = x.reshape(x.shape[0] // count, count, *x.shape[1:])
+    return [x[:, n] for n in range(count)]
+
+
+def _exchange(parts: list[jax.Array], groups: int) -> list[jax.Array]:
+    """Swaps the number of a part with that of the group of sublanes: its own inverse.
+
+    Parts [n, 8, H] of tokens, whose sublanes are (KV head, head of the group), become parts of KV
+    heads, whose sublanes are (token, head of the group).
+    """
+    parts = list(parts)
+    bit = len(parts) // 2
+    while bit:
+        span = bit * groups
+        shape = parts[0].shape
+        keep = (lax.broadcasted_iota(jnp.int32, shape, 1) & span) == 0
+        for n in range(len(parts)):
+            if n & bit == 0:
+                a, b = parts[n], parts[n | bit]
+                parts[n] = jnp.where(keep, a, pltpu.roll(b, span, 1))
+                parts[n | bit] = jnp.where(keep, pltpu.roll(a, SUBLANES - span, 1), b)
+        bit //= 2
+    return parts
+
+
+def split_kv(
+    buffer: Any, slot: jax.Array, count: jax.Array, words: Any, keys: Any, values: Any,
+    layout: PrefillLayout,
+) -> None:  # fmt: skip
+    """The first `count` pages of a block -> keys [K, tokens, H], values [K, tokens, H or more]."""
+    pages, piece = layout.pages, layout.piece
+    tokens = piece * pages.page_size
+
+    def some(i: jax.Array, _: None) -> None:
+        rows = buffer[slot, pl.ds(i * piece, piece)]
+        rows = rows.reshape(piece * pages.page_rows, pages.lanes)
+        words[...] = pltpu.bitcast(rows, jnp.uint32) if pages.packing == 2 else rows
+        at = pl.ds(pl.multiple_of(i * tokens, tokens), tokens)
+        for j in range(layout.kv_heads):
+            for c in range(pages.chunks):
+                lanes = slice(c * LANES, c * LANES + pages.lanes)
+                k, v = _chunk_of_head(words, j, c, tokens, layout)
+                keys[j, at, lanes] = k.astype(keys.dtype)
+                values[j, at, lanes] = v.astype(values.dtype)
+
+    lax.fori_loop(0, divide(count + (piece - 1), piece), some, None)
+
+
+def _chunk_of_head(
+    words: Any, head: int, chunk: int, tokens: int, layout: PrefillLayout
+) -> tuple[jax.Array, jax.Array]:
+    """K and V [tokens, L] of one chunk of lanes of a head."""
+    pages = layout.pages
+    key = head if pages.packing == 2 else 2 * head
+    which, within = divmod(key, pages.chunk_columns)
+    at = (which * pages.chunks + chunk) * pages.chunk_columns + within
+    word = words[pl.ds(at, tokens, stride=pages.token_columns), :]
+    if pages.packing == 1:
+        return word, words[pl.ds(at + 1, tokens, stride=pages.token_columns), :]
+    return pltpu.bitcast(word << 16, F32), pltpu.bitcast(word & jnp.uint32(0xFFFF0000), F32)

@@ -1,0 +1,456 @@
+"""Attention of prefill rows on TPU: flash attention over pages, by tiles of one row's tokens.
+
+All tiles of all rows and all their blocks of pages are one stream: while a block is used, the next
+one (of this tile or the next) is on its way. A block is taken apart into K and V of each head once
+per tile. Queries, too, are taken apart once per tile, into rows (token, head of the group), so that
+one product serves all query heads of a KV head, and nothing outside has to transpose. The products
+of the next scores are independent of the softmax of these ones: the compiler runs both at once.
+
+Letters as in `tpu_decode`; R here: query heads per KV head, padded.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.paged_attention.tpu_copies import clear_unseen, start_block, wait_block
+from pallas_kernels.paged_attention.tpu_heads import join_heads, split_heads, split_kv
+from pallas_kernels.paged_attention.tpu_layout import (
+    F32,
+    LANES,
+    LOG2E,
+    LOWEST,
+    Options,
+    as_rows,
+    divide,
+    modulo,
+    precision,
+)
+from pallas_kernels.paged_attention.tpu_prefill_layout import SLOTS, PrefillLayout
+from pallas_kernels.ragged import RaggedBatch
+
+# In the cursor: row, first token and index of the next block to copy; blocks copied and used so
+# far; tokens on their way out.
+ROW, START, INDEX, COPIED, USED, LEAVING = range(6)
+
+
+class _Refs(NamedTuple):
+    """What the kernel is given, in its order."""
+
+    table: Any  # i32[S * M], and the row boundaries, in scalar memory
+    starts: Any
+    seq_lens: Any
+    counts: Any
+    sinks: Any  # f32[K, rows, LANES] logits of the sinks in units of log 2
+    q: Any  # [T, N, H] in HBM
+    decoded: Any  # [S, N, H] output of the decode rows, in HBM
+    pages: Any  # [P, W, L] in HBM
+    out: Any  # [T, N, H] in HBM
+    tokens_in: Any  # [tile, N, H]
+    tokens_out: Any  # [tile, N, H]
+    queries: Any  # [K, tile * R, H]
+    buffer: Any  # [SLOTS, B, W, L]
+    words: Any  # [columns of a piece, L] of 32 bits
+    keys: Any  # [K, block tokens, H]
+    values: Any  # [K, block tokens, H or more]
+    scores: Any  # f32[2, rows, block tokens]
+    highest: Any  # f32[K, tile * R, LANES] highest score so far
+    total: Any  # f32[K, tile * R, LANES] sums of weights, lane by lane; see `ones`
+    sums: Any  # f32[K, tile * R, H or more] weighted sums of V
+    cursor: Any  # i32[6], see ROW
+    page_sems: Any
+    in_sem: Any
+    out_sem: Any
+
+
+class _Tile(NamedTuple):
+    """A tile of a row, in scalars."""
+
+    row: jax.Array
+    start: jax.Array  # first token
+    length: jax.Array  # tokens
+    begin: jax.Array  # position of the first token
+    first: jax.Array  # first logical page that it sees
+    num_pages: jax.Array  # from there on
+    blocks: jax.Array
+
+    @property
+    def end(self) -> jax.Array:
+        """Position after the last token."""
+        return self.begin + self.length
+
+
+def prefill(
+    q: jax.Array,
+    decoded: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    ragged: RaggedBatch,
+    sinks: jax.Array | None,
+    options: Options,
+    *,
+    vmem_limit: int,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attention of the prefill rows: q [T, N, H] -> [T, N, H].
+
+    Tokens of decode rows get `decoded` [S, N, H], padding tokens 0.
+    """
+    layout = PrefillLayout.of(q, pages, table, vmem_limit)
+    q, decoded = (layout.pad_heads(x) for x in (q, decoded))
+    kernel = functools.partial(_prefill_kernel, layout=layout, options=options)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=4,
+        grid=(1,),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM), anywhere, anywhere, anywhere],
+        out_specs=anywhere,
+        scratch_shapes=_scratch(layout, q.dtype),
+    )
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid_spec=grid_spec,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            disable_bounds_checks=True,  # of copies: each costs as much as its start
+            vmem_limit_bytes=vmem_limit,
+        ),
+        interpret=interpret,
+        name="paged_attention_prefill",
+    )
+    out = call(
+        table.reshape(-1), ragged.query_start_loc, ragged.seq_lens, ragged.counts,
+        layout.sink_rows(sinks), q, decoded, as_rows(pages, layout.pages),
+    )  # fmt: skip
+    return layout.drop_heads(out)
+
+
+def _scratch(layout: PrefillLayout, dtype: Any) -> list[Any]:
+    heads, pages, tokens = layout.kv_heads, layout.pages, layout.pages.block_tokens
+    rows, dim = layout.tile * layout.groups, pages.dim
+    per_token = pltpu.VMEM((layout.tile, heads * layout.groups, dim), dtype)
+    state = pltpu.VMEM((heads, rows, LANES), F32)
+    word = F32 if pages.packing == 1 else jnp.uint32
+    return [
+        per_token,
+        per_token,
+        pltpu.VMEM((heads, rows, dim), dtype),
+        pltpu.VMEM((SLOTS, pages.block, pages.page_rows, pages.lanes), dtype),
+        pltpu.VMEM((layout.piece * pages.page_rows // pages.packing, pages.lanes), word),
+        pltpu.VMEM((heads, tokens, dim), dtype),
+        pltpu.VMEM((heads, tokens, layout.value_lanes), dtype),
+        pltpu.VMEM((2, layout.rows, tokens), F32),
+        state,
+        state,
+        pltpu.VMEM((heads, rows, layout.value_lanes), F32),
+        pltpu.SMEM((6,), jnp.int32),
+        pltpu.SemaphoreType.DMA((SLOTS,)),
+        pltpu.SemaphoreType.DMA,
+        pltpu.SemaphoreType.DMA,
+    ]
+
+
+def _prefill_kernel(*refs: Any, layout: PrefillLayout, options: Options) -> None:
+    ref = _Refs(*refs)
+    begin, stop = ref.counts[0], ref.counts[1]
+    ref.cursor[ROW] = begin
+    ref.cursor[START] = ref.starts[begin]
+    for i in (INDEX, COPIED, USED, LEAVING):
+        ref.cursor[i] = 0
+    # What no copy has filled yet is multiplied by zero: it must be finite.
+    ref.buffer[...] = jnp.zeros(ref.buffer.shape, ref.buffer.dtype)
+    if layout.ones:
+        ref.values[...] = jnp.ones(ref.values.shape, ref.values.dtype)
+    _fill_the_rest(ref, layout)
+
+    @pl.when(begin < stop)
+    def _() -> None:
+        _start_next_block(ref, layout, options)
+        _move_queries(ref, _tile_at(ref, layout, options, begin, ref.starts[begin]), True)
+
+    def do_row(row: jax.Array, _: None) -> None:
+        def do_tile(i: jax.Array, _: None) -> None:
+            start = ref.starts[row] + i * layout.tile
+            _do_tile(ref, layout, options, _tile_at(ref, layout, options, row, start))
+
+        tokens = ref.starts[row + 1] - ref.starts[row]
+        lax.fori_loop(0, divide(tokens + (layout.tile - 1), layout.tile), do_tile, None)
+
+    lax.fori_loop(begin, stop, do_row, None)
+    _move_out(ref, jnp.int32(0), ref.cursor[LEAVING], start=False)
+
+
+def _fill_the_rest(ref: _Refs, layout: PrefillLayout) -> None:
+    """The output of decode rows, and zeros for padding tokens."""
+    num_tokens, zero = ref.out.shape[0], jnp.int32(0)
+    for start in (True, False):
+        _copy_tokens(ref.decoded, ref.out, ref.out_sem, zero, zero, ref.counts[0], start)
+    used = ref.starts[ref.counts[1]]
+    ref.tokens_out[...] = jnp.zeros(ref.tokens_out.shape, ref.tokens_out.dtype)
+
+    def do_tile(i: jax.Array, _: None) -> None:
+        first = used + i * layout.tile
+        length = jnp.minimum(num_tokens - first, layout.tile)
+        for start in (True, False):
+            _move_out(ref, first, length, start)
+
+    lax.fori_loop(0, divide(num_tokens - used + (layout.tile - 1), layout.tile), do_tile, None)
+
+
+def _copy_tokens(
+    source: Any, target: Any, sem: Any, source_at: jax.Array, target_at: jax.Array,
+    length: jax.Array, start: bool,
+) -> None:  # fmt: skip
+    """Starts the copies of `length` tokens, or waits for them: sizes of copies are static."""
+    for bit in range(min(source.shape[0], target.shape[0]).bit_length()):
+        size = 1 << bit
+        before = (length >> (bit + 1)) << (bit + 1)
+
+        @pl.when(length & size != 0)
+        def _(size: int = size, before: jax.Array = before) -> None:
+            copy = pltpu.make_async_copy(
+                source.at[pl.ds(source_at + before, size)],
+                target.at[pl.ds(target_at + before, size)],
+                sem,
+            )
+            copy.start() if start else copy.wait()
+
+
+def _move_queries(ref: _Refs, tile: _Tile, start: bool) -> None:
+    zero = jnp.int32(0)
+    _copy_tokens(ref.q, ref.tokens_in, ref.in_sem, tile.start, zero, tile.length, start)
+
+
+def _move_out(ref: _Refs, first: jax.Array, length: jax.Array, start: bool) -> None:
+    zero = jnp.int32(0)
+    _copy_tokens(ref.tokens_out, ref.out, ref.out_sem, zero, first, length, start)
+
+
+def _tile_at(
+    ref: _Refs, layout: PrefillLayout, options: Options, row: jax.Array, start: jax.Array
+) -> _Tile:
+    size, per_block = layout.pages.page_size, layout.pages.block
+    stop = ref.starts[row + 1]
+    length = jnp.minimum(stop - start, layout.tile)
+    begin = ref.seq_lens[row] - (stop - start)
+    first = jnp.int32(0)
+    if options.window is not None:
+        first = divide(jnp.maximum(begin - options.window + 1, 0), size)
+    count = divide(begin + length + (size - 1), size) - first
+    return _Tile(row, start, length, begin, first, count, divide(count + per_block - 1, per_block))
+
+
+def _after(ref: _Refs, tile: _Tile) -> tuple[jax.Array, jax.Array]:
+    """Row and first token of the next tile; the row may be one past the last."""
+    start = tile.start + tile.length
+    return jnp.where(start == ref.starts[tile.row + 1], tile.row + 1, tile.row), start
+
+
+def _start_next_block(ref: _Refs, layout: PrefillLayout, options: Options) -> None:
+    """Starts the copies of the block at the cursor, into the slot that is not in use."""
+    row, start, index = ref.cursor[ROW], ref.cursor[START], ref.cursor[INDEX]
+
+    @pl.when(row < ref.counts[1])
+    def _() -> None:
+        tile = _tile_at(ref, layout, options, row, start)
+        done = index * layout.pages.block
+        slot = modulo(ref.cursor[COPIED], SLOTS)
+        start_block(
+            ref.pages, ref.table, ref.buffer, ref.page_sems, slot,
+            row * layout.width, tile.first + done, tile.num_pages - done,
+            layout.pages, layout.width, ring=options.window is not None,
+        )  # fmt: skip
+        last = index + 1 == tile.blocks
+        next_row, next_start = _after(ref, tile)
+        ref.cursor[ROW] = jnp.where(last, next_row, row)
+        ref.cursor[START] = jnp.where(last, next_start, start)
+        ref.cursor[INDEX] = jnp.where(last, 0, index + 1)
+        ref.cursor[COPIED] = ref.cursor[COPIED] + 1
+
+
+def _do_tile(ref: _Refs, layout: PrefillLayout, options: Options, tile: _Tile) -> None:
+    _move_queries(ref, tile, start=False)
+    split_heads(ref.tokens_in, ref.queries, layout, _factor(options), tile.length)
+    next_row, next_start = _after(ref, tile)
+
+    @pl.when(next_row < ref.counts[1])
+    def _() -> None:
+        _move_queries(ref, _tile_at(ref, layout, options, next_row, next_start), True)
+
+    parts = divide(tile.length + (layout.row_tokens - 1), layout.row_tokens)
+    _clear_state(ref, layout, options, parts)
+    lax.fori_loop(
+        0, tile.blocks, lambda i, _: _do_block(ref, layout, options, tile, parts, i), None
+    )
+    _move_out(ref, jnp.int32(0), ref.cursor[LEAVING], start=False)
+    join_heads(ref.sums, ref.total, ref.tokens_out, layout, tile.length)
+    _move_out(ref, tile.start, tile.length, start=True)
+    ref.cursor[LEAVING] = tile.length
+
+
+def _factor(options: Options) -> float:
+    """On the queries, so that scores come out in units of log 2, or ready for tanh."""
+    if options.softcap is None:
+        return options.scale * LOG2E
+    return options.scale / options.softcap
+
+
+def _clear_state(ref: _Refs, layout: PrefillLayout, options: Options, parts: jax.Array) -> None:
+    """The softmax of no tokens; a sink is a score with V = 0."""
+    heads, rows, dim = layout.kv_heads, layout.rows, layout.pages.dim
+
+    def clear(i: jax.Array, _: None) -> None:
+        at = pl.ds(pl.multiple_of(i * rows, rows), rows)
+        for j in range(heads):
+            if options.sinks:
+                ref.highest[j, at] = ref.sinks[j]
+            else:
+                ref.highest[j, at] = jnp.full((rows, LANES), LOWEST, F32)
+            ref.sums[j, at, :dim] = jnp.zeros((rows, dim), F32)
+            if layout.ones:
+                ref.sums[j, at, dim:] = jnp.full((rows, LANES), float(options.sinks), F32)
+            else:
+                # Lane by lane: one of them has all the weight of the sink.
+                lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+                one = (lane == 0) & options.sinks
+                ref.total[j, at] = jnp.where(one, 1.0, 0.0)
+
+    lax.fori_loop(0, parts, clear, None)
+
+
+def _do_block(
+    ref: _Refs, layout: PrefillLayout, options: Options, tile: _Tile, parts: jax.Array, i: jax.Array
+) -> None:
+    pages = layout.pages
+    slot = modulo(ref.cursor[USED], SLOTS)
+    ref.cursor[USED] = ref.cursor[USED] + 1
+    _start_next_block(ref, layout, options)
+    here = jnp.minimum(tile.num_pages - i * pages.block, pages.block)
+    wait_block(ref.buffer, ref.page_sems, slot, here, pages)
+    origin = (tile.first + i * pages.block) * pages.page_size
+    low = jnp.int32(0)
+    if options.window is not None:
+        low = jnp.maximum(tile.begin - options.window + 1, 0) - origin
+    clear_unseen(ref.buffer, slot, here, low, tile.end - origin, pages)
+    split_kv(ref.buffer, slot, here, ref.words, ref.keys, ref.values, layout)
+
+    _attend_block(ref, layout, options, tile, parts, origin - tile.begin)
+
+
+def _attend_block(
+    ref: _Refs, layout: PrefillLayout, options: Options, tile: _Tile, parts: jax.Array,
+    offset: jax.Array,
+) -> None:  # fmt: skip
+    """The tile's parts with a block whose first key is `offset` tokens after the first query.
+
+    Parts that see the first keys of the block only are not multiplied by the others.
+    """
+    tokens, block = layout.row_tokens, layout.pages.block_tokens
+    reach = offset + (block - 1)
+    low = divide(jnp.maximum(offset, 0), tokens)
+    whole = jnp.clip(divide(jnp.maximum(reach, 0) + (tokens - 1), tokens), low, parts)
+    high = parts
+    if options.window is not None:
+        high = jnp.minimum(high, divide(reach + options.window + (tokens - 1), tokens))
+        whole = jnp.where(tile.length - 1 - options.window >= offset, high, whole)
+    pair = 1 if layout.kv_heads % 2 == 0 else 2  # of heads, or of parts
+    low, whole, high = low & -pair, (whole + pair - 1) & -pair, (high + pair - 1) & -pair
+    for keys in range(layout.width_step, block, layout.width_step):
+        stop = divide(jnp.maximum(offset + keys, 0), tokens) & -pair
+        stop = jnp.clip(stop, low, whole)
+        _attend(ref, layout, options, low, stop, offset, keys, masked=True)
+        low = stop
+    _attend(ref, layout, options, low, whole, offset, block, masked=True)
+    _attend(ref, layout, options, whole, high, offset, block, masked=False)
+
+
+def _attend(
+    ref: _Refs, layout: PrefillLayout, options: Options, low: jax.Array, high: jax.Array,
+    offset: jax.Array, num_keys: int, masked: bool,
+) -> None:  # fmt: skip
+    """Parts [low, high) of the tile and all heads, two at a time, with the first keys of the block.
+
+    While the scores of one are in the softmax, those of the next are computed.
+    """
+    rows, heads = layout.rows, layout.kv_heads
+    pairs = divide((high - low) * heads, 2)
+
+    def locate(i: jax.Array, half: int) -> tuple[jax.Array, Any]:
+        """Head and rows of one of pair i."""
+        if heads % 2:
+            part, head = low + 2 * divide(i, heads) + half, modulo(i, heads)
+        else:
+            part, head = low + divide(i, heads // 2), 2 * modulo(i, heads // 2) + half
+        return head, part
+
+    def compute(i: jax.Array, half: int) -> None:
+        head, part = locate(i, half)
+        at = pl.ds(pl.multiple_of(part * rows, rows), rows)
+        ref.scores[half, :, :num_keys] = lax.dot_general(
+            ref.queries[head, at], ref.keys[head, :num_keys], (((1,), (1,)), ((), ())),
+            precision=precision(ref.keys.dtype), preferred_element_type=F32,
+        )  # fmt: skip
+
+    def use(i: jax.Array, half: int) -> None:
+        head, part = locate(i, half)
+        scores = ref.scores[half, :, :num_keys]
+        if options.softcap is not None:
+            scores = jnp.tanh(scores) * (options.softcap * LOG2E)
+        if masked:
+            scores = jnp.where(_seen(scores.shape, layout, options, part, offset), scores, LOWEST)
+        _add(ref, layout, head, pl.ds(pl.multiple_of(part * rows, rows), rows), scores)
+
+    @pl.when(pairs > 0)
+    def _() -> None:
+        compute(jnp.int32(0), 0)
+
+    def do_pair(i: jax.Array, _: None) -> None:
+        compute(i, 1)
+        use(i, 0)
+        compute(jnp.minimum(i + 1, pairs - 1), 0)
+        use(i, 1)
+
+    lax.fori_loop(0, pairs, do_pair, None)
+
+
+def _seen(
+    shape: tuple[int, ...], layout: PrefillLayout, options: Options, part: jax.Array,
+    offset: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """bool[rows, keys]: which keys the queries of a part see."""
+    shift = layout.groups.bit_length() - 1
+    query = (lax.broadcasted_iota(jnp.int32, shape, 0) >> shift) + part * layout.row_tokens
+    key = lax.broadcasted_iota(jnp.int32, shape, 1) + offset
+    seen = key <= query
+    return seen if options.window is None else seen & (key > query - options.window)
+
+
+def _add(ref: _Refs, layout: PrefillLayout, head: jax.Array, at: Any, scores: jax.Array) -> None:
+    """Adds the block's tokens to the softmax of some rows of a head."""
+    old = ref.highest[head, at]
+    new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
+    rescale = jnp.exp2(old - new)
+    weights = jnp.exp2(scores - _widen(new, scores.shape[1]))
+    ref.highest[head, at] = new
+    if not layout.ones:
+        lanes = [weights[:, c : c + LANES] for c in range(0, weights.shape[1], LANES)]
+        ref.total[head, at] = ref.total[head, at] * rescale + functools.reduce(jnp.add, lanes)
+    values = ref.values[head, : scores.shape[1]]
+    added = lax.dot_general(
+        weights.astype(values.dtype), values, (((1,), (0,)), ((), ())),
+        precision=precision(values.dtype), preferred_element_type=F32,
+    )  # fmt: skip
+    ref.sums[head, at] = ref.sums[head, at] * _widen(rescale, added.shape[1]) + added
+
+
+def _widen(x: jax.Array, lanes: int) -> jax.Array:
+    """Equal lanes [rows, LANES], as many as asked."""
+    if lanes <= LANES:
+        return x[:, :lanes]
+    return jnp.concatenate([x] * (lanes // LANES), 1)

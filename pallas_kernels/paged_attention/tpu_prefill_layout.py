@@ -1,0 +1,124 @@
+"""In which pieces the prefill kernel of paged attention takes tokens, heads and pages."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.tpu_layout import F32, LANES, LOG2E, Layout, power_of_two
+from pallas_kernels.registry import ArrayFacts
+
+SUBLANES = 8
+SLOTS = 2  # blocks of pages in VMEM: one in use, one on its way
+TILE = 512  # tokens, as far as they fit
+ROWS = 256
+WIDTH_STEP = 256
+BLOCK_TOKENS = 512
+PIECE_TOKENS = 128  # whose K and V are taken apart at a time
+
+
+class PrefillLayout(NamedTuple):
+    """Sizes of the kernel's pieces. Static."""
+
+    pages: Layout
+    heads: int  # N
+    kv_heads: int  # K
+    groups: int  # R: query heads per KV head, padded to a power of two, and to 8 of all heads
+    tile: int  # tokens
+    rows: int  # of one head in one product
+    width: int  # of the table
+
+    @classmethod
+    def of(
+        cls,
+        q: jax.Array | ArrayFacts,
+        pages: jax.Array | ArrayFacts,
+        table: jax.Array | ArrayFacts,
+        vmem_limit: int,
+    ) -> "PrefillLayout":
+        """Of q [T, N, H], pages [P, G, 2K, H] and table [S, M]: the largest tile that fits.
+
+        The smallest tile may not fit either: see `vmem_bytes`.
+        """
+        size, width = pages.shape[1], table.shape[1]
+        tokens = max(min(BLOCK_TOKENS, power_of_two(2 * width * size - 1)), LANES)
+        seen = Layout.of(pages, width, None)._replace(block=max(tokens // size, 1))
+        heads, kv_heads = q.shape[1], pages.shape[2] // 2
+        groups = power_of_two(2 * (heads // kv_heads) - 1)
+        while kv_heads * groups % SUBLANES:
+            groups *= 2
+        tile = max(min(TILE, power_of_two(2 * q.shape[0] - 1)), 2 * SUBLANES)
+        while True:
+            rows = min(ROWS, tile * groups // (1 + kv_heads % 2))
+            layout = cls(seen, heads, kv_heads, groups, tile, rows, width)
+            if layout.vmem_bytes <= vmem_limit or tile == 2 * SUBLANES:
+                return layout
+            tile //= 2
+
+    @property
+    def ones(self) -> bool:
+        """Whether V is widened by ones, so that the matrix unit sums the weights, too.
+
+        It multiplies 256 columns in the time of 128.
+        """
+        return self.pages.dim == LANES
+
+    @property
+    def value_lanes(self) -> int:
+        """Columns of V in VMEM."""
+        return self.pages.dim + LANES if self.ones else self.pages.dim
+
+    @property
+    def width_step(self) -> int:
+        """By how many keys the products of queries that see a part of a block only differ."""
+        return min(WIDTH_STEP, self.pages.block_tokens)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of `rows`."""
+        return self.rows // self.groups
+
+    @property
+    def piece(self) -> int:
+        """Pages whose K and V are taken apart at a time."""
+        return max(min(PIECE_TOKENS // self.pages.page_size, self.pages.block), 1)
+
+    @property
+    def vmem_bytes(self) -> int:
+        """What the kernel needs, about."""
+        pages, item = self.pages, 4 // self.pages.packing
+        dim, tokens = pages.chunks * LANES, pages.block_tokens
+        wide = max(self.value_lanes, LANES)
+        rows = self.kv_heads * self.groups * self.tile
+        per_row = 3 * dim * item + 4 * (2 * LANES + wide)
+        block = pages.block_rows * LANES * item
+        split = self.kv_heads * tokens * (dim + wide) * item
+        words = self.piece * pages.page_rows * LANES * item
+        scores = 6 * self.rows * max(tokens, LANES) * 4
+        return rows * per_row + SLOTS * block + split + words + scores
+
+    def pad_heads(self, x: jax.Array) -> jax.Array:
+        """[T, N, H] -> [T, K * R, H]; nothing happens for the usual numbers of heads."""
+        groups = self.heads // self.kv_heads
+        if groups == self.groups:
+            return x
+        x = x.reshape(x.shape[0], self.kv_heads, groups, x.shape[2])
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.groups - groups), (0, 0)))
+        return x.reshape(x.shape[0], self.kv_heads * self.groups, x.shape[3])
+
+    def drop_heads(self, x: jax.Array) -> jax.Array:
+        """The inverse of `pad_heads`."""
+        groups = self.heads // self.kv_heads
+        if groups == self.groups:
+            return x
+        x = x.reshape(x.shape[0], self.kv_heads, self.groups, x.shape[2])[:, :, :groups]
+        return x.reshape(x.shape[0], self.heads, x.shape[3])
+
+    def sink_rows(self, sinks: jax.Array | None) -> jax.Array:
+        """f32[N] -> f32[K, rows, LANES] in units of log 2: of each row, in all lanes."""
+        if sinks is None:
+            return jnp.zeros((1, SUBLANES, LANES), F32)
+        logits = self.pad_heads((sinks.astype(F32) * LOG2E)[None, :, None])
+        logits = logits.reshape(self.kv_heads, 1, self.groups, 1)
+        shape = (self.kv_heads, self.row_tokens, self.groups, LANES)
+        return jnp.broadcast_to(logits, shape).reshape(self.kv_heads, self.rows, LANES)
