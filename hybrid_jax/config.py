@@ -67,6 +67,8 @@ class EngineConfig:
     checkpoint_interval: int = 0  # tokens between the states kept of a prompt; 0: 256 or a bit more
     num_checkpoints: int = 0  # state rows kept for reuse; 0: twice max_num_seqs
     swap_bytes: int = 0  # host memory for preempted sequences; 0: they are computed again
+    # Guesses per sequence and step, made by prompt lookup (n-grams) and verified; 0: none.
+    num_speculative_tokens: int = 0
     prefill_alignment: int = 0  # prefill chunks end at multiples; 0: the linear kernels' chunk or 1
     debug_poison: bool = False  # fill freed memory with NaN and check every id after every step
     # Of keys and values; auto: the activation dtype, fp8: float8_e4m3fn without a scale.
@@ -115,7 +117,7 @@ class EngineConfig:
         max_len = self.max_model_len or min(model.max_position, 8192)
         seqs = self.max_num_seqs or 16
         rows = self.row_buckets or _doubling(1, seqs)
-        budget = max(self.max_num_batched_tokens, rows[-1])
+        budget = max(self.max_num_batched_tokens, rows[-1] * self.tokens_per_decode)
         tokens = self.token_buckets or _doubling(min(32, budget), budget)
         if list(rows) != sorted(set(rows)) or rows[-1] < seqs:
             raise ValueError(
@@ -143,10 +145,22 @@ class EngineConfig:
             row_buckets=rows,
             token_buckets=tokens,
             max_num_batched_tokens=budget,
+            # What to guess follows from the tokens of the step before.
+            run_ahead=self.run_ahead and not self.num_speculative_tokens,
             prefill_alignment=alignment,
             checkpoint_interval=interval,
             num_checkpoints=(self.num_checkpoints or 2 * seqs if self.prefix_cache else 0),
         )
+
+    @property
+    def tokens_per_decode(self) -> int:
+        """Tokens that a decoding sequence feeds in a step: the newest one and the guesses."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def max_positions(self) -> int:
+        """Places for the tokens of a sequence: also guesses beyond its end are fed somewhere."""
+        return self.max_model_len + self.num_speculative_tokens
 
     @property
     def hit_granularity(self) -> int:
@@ -189,6 +203,7 @@ _CHECKS: dict[str, Check] = {
     "checkpoint_interval": integer(0, INT32_MAX, _CHOSEN),
     "num_checkpoints": integer(0, 1_048_576, _CHOSEN),
     "swap_bytes": integer(0, 2**63 - 1, "use 0 to compute preempted sequences again"),
+    "num_speculative_tokens": integer(0, 64, "use 0 for no speculation"),
     "prefill_alignment": integer(0, 1_048_576, _CHOSEN),
     "debug_poison": boolean,
     "kv_dtype": choice(("auto", "float32", "bfloat16", "fp8")),

@@ -60,7 +60,7 @@ def window_table_width(window: int, max_num_batched_tokens: int, page_size: int)
 
 def table_width(spec: PagedSpec, config: EngineConfig) -> int:
     """M: columns of the page table of a group with this spec. `config` is resolved."""
-    whole = pages_for(config.max_model_len, config.page_size)  # never wraps; a window may be huge
+    whole = pages_for(config.max_positions, config.page_size)  # never wraps; a window may be huge
     if isinstance(spec, WindowSpec):
         ring = window_table_width(spec.window, config.max_num_batched_tokens, config.page_size)
         return min(ring, whole)
@@ -117,7 +117,7 @@ def cache_sizes(
     go to each full-attention group; None: enough for `max_num_seqs` sequences of `max_model_len`.
     """
     if pages is None:
-        pages = config.max_num_seqs * pages_for(config.max_model_len, config.page_size) + 1
+        pages = config.max_num_seqs * pages_for(config.max_positions, config.page_size) + 1
     return CacheSizes(
         config.page_size,
         tuple(pages if (n := _fixed_count(group, config)) is None else n for group in groups),
@@ -128,14 +128,15 @@ def _fixed_count(group: CacheGroup, config: EngineConfig) -> int | None:
     """Pages or slots of a group with a bound per sequence, null included; None: it grows."""
     spec, seqs, page = group.spec, config.max_num_seqs, config.page_size
     if isinstance(spec, StateSpec):
-        return seqs + config.num_checkpoints + 1
+        return seqs * config.tokens_per_decode + config.num_checkpoints + 1
     if not isinstance(spec, WindowSpec):
         return None
     # A sequence holds the pages that its window touches; the chunks in flight are shared by all
     # rows of a step, with one partial page each. When a step runs ahead of the last one's results
     # there are two: pages leave a window when their step is known to be good.
-    whole = pages_for(config.max_model_len, page)
-    window = min(pages_for(spec.window, page) + 2, whole + 1)
+    whole = pages_for(config.max_positions, page)
+    reach = spec.window + config.num_speculative_tokens
+    window = min(pages_for(reach, page) + 2, whole + 1)
     chunks = 2 if config.run_ahead else 1
     in_flight = min(chunks * pages_for(config.max_num_batched_tokens, page), seqs * whole)
     return seqs * window + in_flight + 1
@@ -225,12 +226,12 @@ class _Fit:
     def _fits(self, seqs: int, length: int, num_pages: int = 0) -> bool:
         """Whether so many sequences can run, if no more than one of them has full length."""
         config = self._resolved(seqs, length)
-        least = pages_for(length, config.page_size) + 1
+        least = pages_for(config.max_positions, config.page_size) + 1
         return self._bytes(config, num_pages or self.config.num_pages or least) <= self.budget
 
     def _pages(self, config: EngineConfig) -> int:
         """Full-attention pages: what is left, up to full length for every sequence."""
-        least = pages_for(config.max_model_len, config.page_size) + 1
+        least = pages_for(config.max_positions, config.page_size) + 1
         most = config.max_num_seqs * (least - 1) + 1
         fits = lambda pages: self._bytes(config, pages) <= self.budget  # noqa: E731
         return most if fits(most) else _largest(least, most, fits)
@@ -256,9 +257,9 @@ class _Fit:
     def _refusal(self, seqs: int, length: int) -> str:
         """Why it does not fit, and the largest value of each limit given that would."""
         given = self.config
-        needed = self._bytes(
-            self._resolved(seqs, length), given.num_pages or pages_for(length, given.page_size) + 1
-        )
+        wanted = self._resolved(seqs, length)
+        least = pages_for(wanted.max_positions, given.page_size) + 1
+        needed = self._bytes(wanted, given.num_pages or least)
         asked, fitting = [f"max_num_seqs {seqs:,}", f"max_model_len {length:,}"], []
         few, short = given.max_num_seqs or 1, given.max_model_len or SHORTEST
         if given.max_num_seqs and (n := _largest(1, few, lambda n: self._fits(n, short))):

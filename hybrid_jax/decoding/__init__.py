@@ -40,7 +40,7 @@ from hybrid_jax.decoding.session import KV as KV
 from hybrid_jax.decoding.session import Session as Session
 from hybrid_jax.decoding.speculative import Acceptance as Acceptance
 from hybrid_jax.decoding.speculative import DraftModel as DraftModel
-from hybrid_jax.decoding.speculative import PromptLookup as PromptLookup
 from hybrid_jax.decoding.speculative import speculate as speculate
 from hybrid_jax.decoding.typical import typical as typical
 from hybrid_jax.decoding.workspace import Workspace as Workspace
+from hybrid_jax.drafts import PromptLookup as PromptLookup

@@ -15,40 +15,14 @@ Every step has the same layout: missing guesses are filled up, with tokens that 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hybrid_jax.decoding.sampling import GREEDY, Sampler, require, sampler_for
 from hybrid_jax.decoding.session import Session
+from hybrid_jax.drafts import Drafter
 from hybrid_jax.errors import CannotRewind, InvalidRequest
 from hybrid_jax.fields import shown
 from hybrid_jax.runtime.sampling import LogitsProcessor
 from hybrid_jax.sampling_params import SamplingParams
-
-
-class Drafter(Protocol):
-    """Guesses what comes next."""
-
-    def __call__(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """At most `count` guesses at the tokens after `token_ids`."""
-        ...
-
-
-@dataclass(frozen=True)
-class PromptLookup:
-    """Guesses that what followed the last tokens before, the last time they came, follows again."""
-
-    longest: int = 3  # tokens that must be equal, if possible
-    shortest: int = 1
-
-    def __call__(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """See `Drafter`."""
-        tokens = list(token_ids)
-        for size in range(self.longest, self.shortest - 1, -1):
-            pattern = tokens[len(tokens) - size :]
-            for start in range(len(tokens) - size - 1, -1, -1):
-                if tokens[start : start + size] == pattern:
-                    return tokens[start + size : start + size + count]
-        return []
 
 
 @dataclass

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.scheduler import Scheduler
+from hybrid_jax.engine.speculation import Speculation
 from hybrid_jax.engine.step_clock import Phase
 from hybrid_jax.engine.types import EngineStats, GroupStats, Sequence, StepRunner
 from hybrid_jax.memory.snapshot import MemorySnapshot, PoolMemory
@@ -14,6 +15,7 @@ from hybrid_jax.specs import StateSpec, WindowSpec
 def take_stats(
     cache: CacheManager,
     scheduler: Scheduler,
+    speculation: Speculation,
     *,
     waiting: int,
     steps: int,
@@ -33,6 +35,7 @@ def take_stats(
         cached_tokens=cache.num_cached_tokens,
         recomputed_tokens=cache.num_recomputed_tokens,
         swap=cache.swap.stats(),
+        speculation=speculation.stats(),
         caches=group_stats(cache, running),
     )
 

@@ -22,10 +22,16 @@ IntArray = npt.NDArray[np.int32]
 
 def step_shapes(config: "EngineConfig") -> list[tuple[StepKind, int, int]]:
     """Every (kind, T, S) that `BatchBuilder` can produce. `config` is resolved."""
-    shapes = [(StepKind.DECODE, rows, rows) for rows in config.row_buckets]
+    kind, count = _decode_kind(config), config.tokens_per_decode
+    shapes = [(kind, rows * count, rows) for rows in config.row_buckets]
     for tokens in config.token_buckets:
         shapes += [(StepKind.MIXED, tokens, rows) for rows in config.row_buckets if rows <= tokens]
     return shapes
+
+
+def _decode_kind(config: "EngineConfig") -> StepKind:
+    """Also rows without a guess verify, so that a request has one kind of step after its prompt."""
+    return StepKind.VERIFY if config.num_speculative_tokens else StepKind.DECODE
 
 
 def bucket(buckets: tuple[int, ...], need: int) -> int:
@@ -62,7 +68,8 @@ class BatchBuilder:
             kind = StepKind.MIXED
             width = bucket(self._config.token_buckets, max(plan.num_tokens, size))
         else:
-            kind, width = StepKind.DECODE, size
+            kind, width = _decode_kind(self._config), size * self._config.tokens_per_decode
+        verify = kind is StepKind.VERIFY
 
         lens = [s.num_scheduled_tokens for s in sequences]
         starts = np.full(size + 1, plan.num_tokens, np.int32)
@@ -73,7 +80,7 @@ class BatchBuilder:
         row_ids = np.zeros(size, np.int32)
         row_ids[:num_rows] = [s.row for s in sequences]
         token_ids, positions = self._tokens(sequences, num_decode, width)
-        tables = self._tables(row_ids)
+        tables = self._tables(row_ids, verify=verify)
         self._check(sequences, seq_lens, token_ids, row_ids, tables)
         arrays: dict[str, Any] = {
             "token_ids": token_ids,
@@ -81,10 +88,12 @@ class BatchBuilder:
             "query_start_loc": starts,
             "seq_lens": seq_lens,
             "row_ids": row_ids,
-            "counts": np.array((num_decode, num_rows), np.int32),
+            # Rows of several tokens are prefill rows for every op.
+            "counts": np.array((0 if verify else num_decode, num_rows), np.int32),
             "tables": tables,
         }
-        masks, targets = self._masks(sequences, size), self._targets(plan, width)
+        masks = self._masks(sequences, size, width if verify else size)
+        targets = self._targets(plan, width)
         return StepBatch(**arrays, kind=kind, masks=masks, targets=targets)
 
     def padding_batches(self) -> Iterator[StepBatch]:
@@ -97,21 +106,27 @@ class BatchBuilder:
                 "seq_lens": np.zeros(size, np.int32),
                 "row_ids": np.zeros(size, np.int32),
                 "counts": np.zeros(2, np.int32),
-                "tables": self._tables(np.zeros(size, np.int32)),
+                "tables": self._tables(np.zeros(size, np.int32), verify=kind is StepKind.VERIFY),
             }
             yield StepBatch(**arrays, kind=kind)
 
-    @staticmethod
     def _tokens(
-        sequences: list[Sequence], num_decode: int, width: int
+        self, sequences: list[Sequence], num_decode: int, width: int
     ) -> tuple[IntArray, IntArray]:
         """Token ids and positions, i32[T] each."""
         token_ids = np.zeros(width, np.int32)
         positions = np.zeros(width, np.int32)
-        decode = sequences[:num_decode]
-        token_ids[:num_decode] = [-1 if s.num_inflight else s.token_ids[-1] for s in decode]
-        positions[:num_decode] = [s.num_computed_tokens for s in decode]
-        at = num_decode
+        decode, count = sequences[:num_decode], self._config.tokens_per_decode
+        newest = [-1 if s.num_inflight else s.token_ids[-1] for s in decode]
+        # Missing guesses are filled up, so that all rows have equally many tokens.
+        rows = np.repeat(np.array(newest, np.int32)[:, None], count, axis=1)
+        for row, sequence in zip(rows, decode, strict=True):
+            if sequence.draft_token_ids:
+                row[1 : 1 + len(sequence.draft_token_ids)] = sequence.draft_token_ids
+        starts = np.array([s.num_computed_tokens for s in decode], np.int32)[:, None]
+        at = num_decode * count
+        token_ids[:at] = rows.ravel()
+        positions[:at] = (starts + np.arange(count, dtype=np.int32)).ravel()
         for sequence in sequences[num_decode:]:
             start, n = sequence.num_computed_tokens, sequence.num_scheduled_tokens
             token_ids[at : at + n] = sequence.token_ids[start : start + n]
@@ -130,7 +145,7 @@ class BatchBuilder:
             targets[span.start : span.start + len(span.targets)] = span.targets
         return targets
 
-    def _tables(self, row_ids: IntArray) -> tuple[Any, ...]:
+    def _tables(self, row_ids: IntArray, *, verify: bool) -> tuple[Any, ...]:
         """One table per cache group; padding rows gather the null row of every table."""
         owners = self._cache.row_owners[row_ids]
         read_owners = self._cache.read_owners[row_ids]
@@ -140,22 +155,28 @@ class BatchBuilder:
                 tables.append(self._cache.page_groups[i].table[row_ids])
             else:
                 group = self._cache.state_groups[i]
-                slots: Any = (group.read[row_ids], group.write[row_ids], read_owners, owners)
+                write = group.write[row_ids] if verify else group.write[row_ids, 0]
+                slots: Any = (group.read[row_ids], write, read_owners, owners)
                 tables.append(StateSlots(*slots))
         return tuple(tables)
 
-    def _masks(self, sequences: list[Sequence], size: int) -> TokenMasks | None:
-        """What the rows that sample in this step may sample; None when any of them anything."""
+    def _masks(self, sequences: list[Sequence], size: int, sampled: int) -> TokenMasks | None:
+        """What the rows that sample in this step may sample; None when any of them anything.
+
+        Of `sampled` tokens, `sampled / size` are a row's. Only the first of them counts in a row
+        with a matcher, which has no guesses.
+        """
+        stride = sampled // size
         matchers = {
-            row: s.matcher
+            row * stride: s.matcher
             for row, s in enumerate(sequences)
             if s.matcher is not None
-            and s.num_computed_tokens + s.num_scheduled_tokens == s.num_tokens
+            and s.num_computed_tokens + s.num_scheduled_tokens >= s.num_tokens
         }
         if not matchers:
             return None
-        constrained: Any = np.zeros(size, np.bool_)
-        allowed: Any = np.zeros((size, -(-self._vocab_size // 32)), np.int32)
+        constrained: Any = np.zeros(sampled, np.bool_)
+        allowed: Any = np.zeros((sampled, -(-self._vocab_size // 32)), np.int32)
         for row, matcher in matchers.items():
             constrained[row] = True
             allowed[row] = matcher.allowed
@@ -173,8 +194,8 @@ class BatchBuilder:
         num_rows = len(sequences)
         if token_ids.min() < -1 or token_ids.max() >= self._vocab_size:
             raise IntegrityError(f"a token id is outside [0, {self._vocab_size})")
-        if int(seq_lens.max()) > self._config.max_model_len:
-            raise IntegrityError(f"a row is longer than {self._config.max_model_len} tokens")
+        if int(seq_lens.max()) > self._config.max_positions:
+            raise IntegrityError(f"a row is longer than {self._config.max_positions} tokens")
         self._check_distinct(row_ids[:num_rows].tolist(), self._cache.rows.size, "row")
         page_size = self._cache.page_size
         for i, table in enumerate(tables):
@@ -200,15 +221,14 @@ class BatchBuilder:
     def _check_slots(self, i: int, table: StateSlots, num_rows: int) -> None:
         pool = self._cache.state_groups[i].pool
         read = np.asarray(table.read)[:num_rows].tolist()
-        write = np.asarray(table.write)[:num_rows].tolist()
-        self._check_distinct(write, pool.size, "slot")
+        writes = np.asarray(table.write)[:num_rows].reshape(num_rows, -1).tolist()
+        writer = {slot: row for row, slots in enumerate(writes) for slot in slots}
+        self._check_distinct([slot for slots in writes for slot in slots], pool.size, "slot")
         if min(read) < 1 or max(read) >= pool.size:
             raise IntegrityError(f"a read slot of group {i} is outside [1, {pool.size})")
-        if read != write:
-            written = set(write)
-            if any(r in written for r, w in zip(read, write, strict=True) if r != w):
-                raise IntegrityError(f"a slot of group {i} is read and written by different rows")
-        if any(pool.is_read_only(slot) for slot in write):
+        if any(writer.get(slot, row) != row for row, slot in enumerate(read)):
+            raise IntegrityError(f"a slot of group {i} is read and written by different rows")
+        if any(pool.is_read_only(slot) for slot in writer):
             raise IntegrityError(f"a slot of group {i} is written but others may read it")
 
     @staticmethod

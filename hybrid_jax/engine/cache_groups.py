@@ -7,7 +7,7 @@ import numpy as np
 
 from hybrid_jax.cache.plan import first_live_page, pages_for, table_width
 from hybrid_jax.cache.pools import PagePool, SlotPool
-from hybrid_jax.engine.types import PageRun, SlotPair
+from hybrid_jax.engine.types import PageRun, StateRows
 from hybrid_jax.specs import PagedSpec, WindowSpec
 
 if TYPE_CHECKING:
@@ -53,11 +53,10 @@ class PageGroup:
             run.ids.append(page)
             self.table[row, logical % self.width] = page
 
-    def own_last(self, row: int, run: PageRun) -> tuple[int, int]:
-        """Replaces the last page by a fresh one; returns both, for the copy on the device."""
-        old, new = run.ids.pop(), self.pool.alloc()
-        self.table[row, (run.first + len(run.ids)) % self.width] = new
-        run.ids.append(new)
+    def own(self, row: int, run: PageRun, logical: int) -> tuple[int, int]:
+        """Replaces a page by a fresh one; returns both, for the copy on the device."""
+        old, new = run[logical], self.pool.alloc()
+        run.ids[logical - run.first] = self.table[row, logical % self.width] = new
         self.pool.free(old)
         return old, new
 
@@ -82,32 +81,38 @@ class PageGroup:
 
 
 class StateGroup:
-    """A state group: which slot each row reads and which one it writes."""
+    """A state group: which slot each row reads and which ones it writes."""
 
     def __init__(self, size: int, config: "EngineConfig") -> None:
+        rows, self.num_written = config.max_num_seqs + 1, config.tokens_per_decode
         self.pool = SlotPool(size)
-        self.read = np.zeros(config.max_num_seqs + 1, np.int32)  # [R]
-        self.write = np.zeros(config.max_num_seqs + 1, np.int32)  # [R]
+        self.read = np.zeros(rows, np.int32)  # [R]
+        self.write = np.zeros((rows, self.num_written), np.int32)  # [R, K + 1]
 
-    def attach(self, row: int, ids: tuple[int, ...]) -> SlotPair:
-        """Gives `row` the state of a prefix to read, or a fresh slot."""
+    def attach(self, row: int, ids: tuple[int, ...]) -> StateRows:
+        """Gives `row` the state of a prefix to read, or a fresh slot; and slots for guesses."""
         if ids:
             self.pool.share(ids[0])
-        slot = ids[0] if ids else self.pool.alloc()
-        self.read[row] = self.write[row] = slot
-        return SlotPair(slot, slot)
+        write = [ids[0] if ids else self.pool.alloc()]
+        write += [self.pool.alloc() for _ in range(self.num_written - 1)]
+        self.read[row], self.write[row] = write[0], write
+        return StateRows(write[0], write)
 
-    def write_elsewhere(self, row: int, pair: SlotPair) -> None:
-        """Lets the next step write a fresh slot and leave the one it reads as it is."""
-        pair.write = self.write[row] = self.pool.alloc()
+    def write_elsewhere(self, row: int, slots: StateRows, kept: int) -> None:
+        """Lets the next step write a fresh slot instead of `kept`, which stays as it is."""
+        i = slots.write.index(kept)
+        slots.write[i] = self.write[row, i] = self.pool.alloc()
+        if kept != slots.read:
+            self.pool.free(kept)
 
-    def settle(self, row: int, pair: SlotPair) -> None:
-        """The step that read one slot and wrote another is launched: the next reads the latter."""
-        self.pool.free(pair.read)
-        pair.read = self.read[row] = pair.write
+    def settle(self, row: int, slots: StateRows, last: int) -> None:
+        """The step that wrote is launched: the next one reads the state after its token `last`."""
+        if slots.read not in slots.write:
+            self.pool.free(slots.read)
+        slots.read = self.read[row] = slots.write[last]
 
-    def release(self, row: int, pair: SlotPair) -> None:
-        """Gives back both slots."""
-        for slot in {pair.read, pair.write}:
+    def release(self, row: int, slots: StateRows) -> None:
+        """Gives back all slots."""
+        for slot in {slots.read, *slots.write}:
             self.pool.free(slot)
         self.read[row] = self.write[row] = 0

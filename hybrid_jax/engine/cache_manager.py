@@ -105,7 +105,8 @@ class CacheManager:
         if not self.rows.num_free:
             return False
         for i, group in self.state_groups.items():
-            if group.pool.num_free - sum(map(group.pool.is_idle, prefix.ids[i])) < 1:
+            room = group.pool.num_free - sum(map(group.pool.is_idle, prefix.ids[i]))
+            if room < group.num_written:
                 return False
         others = list(running)
         for i, group in self.page_groups.items():
@@ -120,15 +121,17 @@ class CacheManager:
         return True
 
     def _soon(self, sequence: Sequence, i: int, group: PageGroup) -> int:
-        """Pages a running sequence will take soon: for its prefill, and one to decode into."""
+        """Pages a running sequence will take soon: for its prefill, and to decode into."""
         run = sequence.pages[i]
         assert run is not None
         prefill = pages_for(sequence.num_prefill_tokens, self.page_size)
-        most = pages_for(sequence.num_prompt_tokens + sequence.max_tokens - 1, self.page_size)
+        last = sequence.num_prompt_tokens + sequence.max_tokens - 1
+        most = pages_for(last + self._config.num_speculative_tokens, self.page_size)
         ahead = max(0, prefill - sequence.num_pages)
         if group.window is not None:
             ahead = max(0, min(ahead, group.width - len(run.ids)))
-        return ahead + (1 if most > max(prefill, sequence.num_pages) else 0)
+        left = max(0, most - max(prefill, sequence.num_pages))
+        return ahead + min(left, pages_for(self._config.tokens_per_decode, self.page_size))
 
     def attach(self, sequence: Sequence) -> None:
         """Gives a sequence that can be admitted its row, its prefix and its state slots."""
@@ -182,38 +185,44 @@ class CacheManager:
     def _shared(self, sequence: Sequence) -> tuple[int, ...]:
         """The groups in which the next token would be written where others may read."""
         shared = []
+        page, filled = divmod(sequence.num_computed_tokens, self.page_size)
         for i, group in self.page_groups.items():
             run = sequence.pages[i]
-            partial = sequence.num_computed_tokens % self.page_size
-            if partial and run and run.ids and group.pool.is_read_only(run.ids[-1]):
+            if filled and run and group.pool.is_read_only(run[page]):
                 shared.append(i)
         for i, group in self.state_groups.items():
-            pair = sequence.slots[i]
-            if pair and pair.read == pair.write and group.pool.is_read_only(pair.write):
+            slots = sequence.slots[i]
+            if slots and slots.read in slots.write and group.pool.is_read_only(slots.read):
                 shared.append(i)
         return tuple(shared)
 
     def _own(self, sequence: Sequence, shared: tuple[int, ...]) -> None:
         for i in shared:
-            run, pair = sequence.pages[i], sequence.slots[i]
+            run, slots = sequence.pages[i], sequence.slots[i]
             if run is not None:
-                old, new = self.page_groups[i].own_last(sequence.row, run)
+                page = sequence.num_computed_tokens // self.page_size
+                old, new = self.page_groups[i].own(sequence.row, run, page)
                 self._copies[i][new] = old
-            elif pair is not None:
-                self.state_groups[i].write_elsewhere(sequence.row, pair)
+            elif slots is not None:
+                self.state_groups[i].write_elsewhere(sequence.row, slots, slots.read)
         sequence.may_share = False
 
-    def advance(self, sequence: Sequence) -> None:
-        """Counts the scheduled tokens as computed; call it once their step is launched."""
-        sequence.num_computed_tokens += sequence.num_scheduled_tokens
+    def advance(self, sequence: Sequence, *, verified: int = 0) -> None:
+        """Counts the scheduled tokens as computed; call it once their step is launched.
+
+        Of a step that verifies guesses, call it once it is known how many of the row's tokens
+        count: the first `verified` ones. The others are taken back by reading another slot next.
+        """
+        start, last = sequence.num_computed_tokens, max(0, verified - 1)
+        sequence.num_computed_tokens += verified or sequence.num_scheduled_tokens
         sequence.num_scheduled_tokens = 0
         for i, group in self.state_groups.items():
-            pair = sequence.slots[i]
-            assert pair is not None
-            if pair.read != pair.write:
-                group.settle(sequence.row, pair)
+            slots = sequence.slots[i]
+            assert slots is not None
+            if slots.read != slots.write[last]:
+                group.settle(sequence.row, slots, last)
         self.read_owners[sequence.row] = sequence.uid
-        self.prefixes.advance(sequence)
+        self.prefixes.advance(sequence, start, last)
 
     def commit(self, sequence: Sequence, num_tokens: int, *, good: bool) -> None:
         """Hears that the step which computed tokens up to `num_tokens` is done.
@@ -226,9 +235,9 @@ class CacheManager:
             if not good:
                 self.swap.drop(sequence)
             return
-        sequence.num_committed_tokens = num_tokens
+        before, sequence.num_committed_tokens = sequence.num_committed_tokens, num_tokens
         sequence.is_good &= good
-        self.prefixes.commit(sequence)
+        self.prefixes.commit(sequence, before)
         for i, group in self.page_groups.items():
             if group.window is not None:
                 run = sequence.pages[i]
@@ -256,9 +265,9 @@ class CacheManager:
                 assert run is not None
                 group.release(row, run)
             for i, group in self.state_groups.items():
-                pair = sequence.slots[i]
-                assert pair is not None
-                group.release(row, pair)
+                slots = sequence.slots[i]
+                assert slots is not None
+                group.release(row, slots)
             self.row_owners[row] = self.read_owners[row] = 0
             self.rows.free(row)
             if self._on_row_release is not None:
@@ -276,6 +285,7 @@ class CacheManager:
         sequence.num_scheduled_tokens = sequence.num_prefill_tokens = 0
         sequence.prefix = sequence.node = sequence.decode_checkpoint = None
         sequence.stops = ()
+        sequence.draft_token_ids = []
         sequence.checkpoints.clear()
         sequence.may_share, sequence.is_good = False, True
 

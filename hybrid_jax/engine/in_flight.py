@@ -40,50 +40,74 @@ def prompt_spans(plan: Schedule) -> list[PromptSpan]:
     return spans
 
 
-class RowResult(NamedTuple):
-    """What a step says about one of its rows; see `StepOutput`."""
+class LaunchedRow(NamedTuple):
+    """A row of a launched step."""
+
+    sequence: Sequence
+    num_tokens: int  # that it has after the step; of a verifying step, if no guess is right
+    samples: bool  # whether what the step samples for it counts
+    drafts: list[int] | None  # the guesses that the step verifies; None: it verifies none
+
+
+class Sample(NamedTuple):
+    """What a step says about one sampled token; see `StepOutput`."""
 
     token: int
     finite: bool
     usable: bool
-    owner_ok: bool
     logprob: TokenLogprob | None
+
+
+class RowResult(NamedTuple):
+    """What a step says about one of its rows: one token, and one more for every right guess.
+
+    Nothing follows a token that came of NaN, or that could not be sampled.
+    """
+
+    owner_ok: bool
+    samples: list[Sample]
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A launched step: per row in batch order its sequence, the tokens it has after the step, and
-    whether it samples one."""
+    """A launched step: its rows in batch order, and what it is to bring."""
 
-    rows: list[tuple[Sequence, int, bool]]
+    rows: list[LaunchedRow]
     spans: list[PromptSpan]
     output: "StepOutput"
 
     @property
     def constrains(self) -> bool:
         """Whether its tokens decide what a row of the next step may sample."""
-        return any(samples and sequence.matcher is not None for sequence, _, samples in self.rows)
+        return any(row.samples and row.sequence.matcher is not None for row in self.rows)
 
     def read(self) -> list[RowResult]:
         """Waits for the step. Log probabilities of prompts go to the sequences that asked."""
         output = self.output
-        columns = (output.tokens, output.finite, output.usable, output.owner_ok)
-        lists = [np.asarray(column)[: len(self.rows)].tolist() for column in columns]
+        owner_ok = np.asarray(output.owner_ok).tolist()
+        columns = [np.asarray(c) for c in (output.tokens, output.finite, output.usable)]
+        width = len(columns[0]) // len(owner_ok)  # sampled tokens per row
+        lists = [column[: len(self.rows) * width].tolist() for column in columns]
         if self.spans:
             assert output.prompt_logprobs is not None
             self._keep_prompt_logprobs(output.prompt_logprobs)
-        return list(map(RowResult, *lists, self._logprobs()))
+        samples = list(map(Sample, *lists, self._logprobs(lists[0], width)))
+        return [
+            RowResult(owner_ok[i], _that_count(samples[i * width : (i + 1) * width], row.drafts))
+            for i, row in enumerate(self.rows)
+        ]
 
-    def _logprobs(self) -> list[TokenLogprob | None]:
-        """Per row, if it samples and asked."""
-        asked = [s.request.params.num_logprobs if samples else None for s, _, samples in self.rows]
+    def _logprobs(self, tokens: list[int], width: int) -> list[TokenLogprob | None]:
+        """Per sampled token, if its row samples and asked."""
+        asked = [
+            row.sequence.request.params.num_logprobs if row.samples else None for row in self.rows
+        ]
         if all(count is None for count in asked):
-            return [None] * len(asked)
-        tokens = np.asarray(self.output.tokens).tolist()
+            return [None] * len(tokens)
         found = _Found.of(self.output.logprobs)
         return [
-            None if count is None else found.entry(row, tokens[row], count)
-            for row, count in enumerate(asked)
+            None if (count := asked[place // width]) is None else found.entry(place, token, count)
+            for place, token in enumerate(tokens)
         ]
 
     def _keep_prompt_logprobs(self, logprobs: "Logprobs") -> None:
@@ -96,6 +120,17 @@ class InFlight:
                 # Otherwise it is known, from before a preemption.
                 if span.position + i + 1 == len(known):
                     known.append(found.entry(span.start + i, token, count))
+
+
+def _that_count(samples: list[Sample], drafts: list[int] | None) -> list[Sample]:
+    """The first sampled token of a row, and those after right guesses."""
+    counting = samples[:1]
+    for guess, following in zip(drafts or (), samples[1:], strict=False):
+        newest = counting[-1]
+        if newest.token != guess or not (newest.finite and newest.usable):
+            break
+        counting.append(following)
+    return counting
 
 
 class _Found(NamedTuple):

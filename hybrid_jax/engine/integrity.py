@@ -61,11 +61,11 @@ def _check_slots(cache: CacheManager, i: int, holders: list[Sequence], cached: s
         users.update(prefix.ids[i])
     read, write = np.zeros_like(group.read), np.zeros_like(group.write)
     for sequence in holders:
-        pair = sequence.slots[i]
-        assert pair is not None
-        users.update({pair.read, pair.write})
+        slots = sequence.slots[i]
+        assert slots is not None
+        users.update({slots.read, *slots.write})
         users.update(checkpoint.slots[i] for checkpoint in sequence.checkpoints)
-        read[sequence.row], write[sequence.row] = pair.read, pair.write
+        read[sequence.row], write[sequence.row] = slots.read, slots.write
     group.pool.check_integrity(users, cached)
     _require_equal(read, group.read, f"read slots of group {i}")
     _require_equal(write, group.write, f"write slots of group {i}")

@@ -23,6 +23,8 @@ class _OpenRequest:
     tells_prompt: bool = False  # the next token brings the log probabilities of the prompt
     completion_tokens: int = 0
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class OutputProcessor:
@@ -111,10 +113,16 @@ class OutputProcessor:
             del state.streams[sequence.index]  # a second end would be our bug and raises here
             cumulative_logprob = sequence.cumulative_logprob if request.params.ranked else None
             state.completion_tokens += sequence.num_output_tokens
+            state.draft_tokens += sequence.num_draft_tokens
+            state.accepted_tokens += sequence.num_accepted_tokens
             if not state.streams:
                 del self._open[request.request_id]
                 usage = Usage(
-                    len(request.prompt_token_ids), state.completion_tokens, state.cached_tokens
+                    len(request.prompt_token_ids),
+                    state.completion_tokens,
+                    state.cached_tokens,
+                    state.draft_tokens,
+                    state.accepted_tokens,
                 )
         return TokenEvent(
             request_id=request.request_id,

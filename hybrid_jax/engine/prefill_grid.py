@@ -55,9 +55,16 @@ class PrefillGrid:
             return aligned - start
         return 0 if may_wait else end - start
 
-    def is_checkpoint(self, sequence: Sequence) -> bool:
-        """Whether the state of a sequence, as it is now, is to be cached."""
-        length = sequence.num_computed_tokens
-        if not self.interval or length % self.granularity:
-            return False
-        return sequence.is_decoding or not length % self.interval or length in sequence.stops
+    def checkpoint(self, sequence: Sequence, start: int) -> int:
+        """After how many tokens, of those computed from `start` on, the state is to be cached.
+
+        0 if nowhere. Of a prefill chunk there is no state but the last.
+        """
+        end = sequence.num_computed_tokens
+        length = self.align(end)
+        if not self.interval or length <= start:
+            return 0
+        if start >= sequence.num_prefill_tokens:
+            return length
+        due = sequence.is_decoding or not length % self.interval or length in sequence.stops
+        return length if length == end and due else 0

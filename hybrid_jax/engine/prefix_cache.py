@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
+from hybrid_jax.cache.plan import pages_for
 from hybrid_jax.cache.pools import IdPool
 from hybrid_jax.cache.prefix import CacheReport, Node, Prefix, PrefixTree
 from hybrid_jax.engine.cache_groups import PageGroup, StateGroup
@@ -54,7 +55,7 @@ class PrefixCache:
         match = self.tree.match(sequence.token_ids)
         prefix, reason, granularity = match.prefix, match.reason, self.grid.granularity
         if prefix.length and any(
-            group.pool.num_free - sum(map(group.pool.is_idle, prefix.ids[i])) < 1
+            group.pool.num_free - sum(map(group.pool.is_idle, prefix.ids[i])) < group.num_written
             for i, group in self._state_groups.items()
         ):
             prefix, reason = self.nothing, "no_free_slot"
@@ -116,9 +117,14 @@ class PrefixCache:
         """All that a running sequence has computed, for others to go on from. Pins nothing."""
         sequence.may_share = True  # from now on somebody may read what it would write to
         ids: list[tuple[int, ...]] = []
-        for run, pair in zip(sequence.pages, sequence.slots, strict=True):
-            ids.append(tuple(run.ids) if run is not None else (pair.read,) if pair else ())
-        return Prefix(sequence.num_computed_tokens, tuple(ids), sequence.uid)
+        length = sequence.num_computed_tokens
+        end = pages_for(length, self._page_size)  # the pages after it have seen guesses only
+        for run, slots in zip(sequence.pages, sequence.slots, strict=True):
+            if run is not None:
+                ids.append(tuple(run[k] for k in range(run.first, end)))
+            else:
+                ids.append((slots.read,) if slots else ())
+        return Prefix(length, tuple(ids), sequence.uid)
 
     def pin(self, prefix: Prefix) -> None:
         """Adds a user to all ids of a prefix, until `unpin`."""
@@ -135,30 +141,35 @@ class PrefixCache:
                 for id_ in reversed(ids):
                     pool.free(id_)
 
-    def advance(self, sequence: Sequence) -> None:
-        """Where a state is due, lets the next step write elsewhere, if there is a free slot."""
-        if not self.grid.is_checkpoint(sequence):
+    def advance(self, sequence: Sequence, start: int, last: int) -> None:
+        """Where a state is due, lets the next step write elsewhere, if there is a free slot.
+
+        The tokens from `start` on were computed; the state after them is in the written slot
+        `last`, and those after the tokens before it in the slots before that one.
+        """
+        length = self.grid.checkpoint(sequence, start)
+        if not length:
             return
         if any(not group.pool.num_free for group in self._state_groups.values()):
             return
-        slots = [0] * len(self.pools)
+        kept = [0] * len(self.pools)
         for i, group in self._state_groups.items():
-            pair = sequence.slots[i]
-            assert pair is not None
-            slots[i] = pair.read
-            group.pool.share(pair.read)
-            group.write_elsewhere(sequence.row, pair)
-        sequence.checkpoints.append(Checkpoint(sequence.num_computed_tokens, tuple(slots)))
+            slots = sequence.slots[i]
+            assert slots is not None
+            slot = kept[i] = slots.write[last - (sequence.num_computed_tokens - length)]
+            group.pool.share(slot)
+            group.write_elsewhere(sequence.row, slots, slot)
+        sequence.checkpoints.append(Checkpoint(length, tuple(kept)))
 
-    def commit(self, sequence: Sequence) -> None:
-        """Caches what became certain, of a generation once per grid cell.
+    def commit(self, sequence: Sequence, before: int) -> None:
+        """Caches what became certain after `before` tokens, of a generation once per grid cell.
 
         Later the window pages that a hit at the cell's end needs will be gone.
         """
         checkpoint, length = None, sequence.num_committed_tokens
         if sequence.checkpoints and sequence.checkpoints[0].length <= length:
             checkpoint = sequence.checkpoints.popleft()
-        if length <= sequence.num_prefill_tokens or length == self.grid.align(length):
+        if length <= sequence.num_prefill_tokens or self.grid.align(length) > before:
             self._publish(sequence, checkpoint)
 
     def leave(self, sequence: Sequence, *, failed: bool) -> None:
@@ -195,6 +206,8 @@ class PrefixCache:
 
     def _publish_state(self, sequence: Sequence, node: Node, checkpoint: Checkpoint) -> None:
         """Of the states of its decoding, a sequence leaves only the last one behind."""
+        while node.parent is not None and node.depth * self._page_size > checkpoint.length:
+            node = node.parent  # several tokens were committed at once
         if not self.tree.add_state(node, checkpoint.slots, sequence.uid):
             return
         if checkpoint.length > sequence.num_prefill_tokens:

@@ -36,6 +36,12 @@ class Schedule:
         """All rows in batch order: decode rows, then prefill chunks."""
         return [*self.decode.values(), *self.prefill.values()]
 
+    def split(self) -> "list[Schedule]":
+        """Its decode rows and its prefill chunks, in steps of their own."""
+        decode = Schedule(decode=self.decode, num_tokens=_scheduled(self.decode))
+        prefill = Schedule(prefill=self.prefill, num_tokens=_scheduled(self.prefill))
+        return [part for part in (decode, prefill) if part.num_tokens]
+
     def add(self, rows: dict[int, Sequence], sequence: Sequence, num_tokens: int) -> None:
         """Puts a sequence with `num_tokens` tokens into one of the two kinds of rows."""
         rows[sequence.arrival] = sequence
@@ -61,11 +67,16 @@ class Scheduler:
         cache: CacheManager,
         *,
         max_num_batched_tokens: int,
+        tokens_per_decode: int = 1,
         chunk_limit: ChunkLimit = no_chunk_limit,
     ) -> None:
-        """`chunk_limit(sequence, remaining)` bounds the next prefill chunk of a sequence."""
+        """A decode row has `tokens_per_decode` tokens: the newest one and guesses.
+
+        `chunk_limit(sequence, remaining)` bounds the next prefill chunk of a sequence.
+        """
         self._cache = cache
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._tokens_per_decode = tokens_per_decode
         self.chunk_limit = chunk_limit
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by arrival
         self.running: dict[int, Sequence] = {}  # by arrival
@@ -110,8 +121,9 @@ class Scheduler:
         for sequence in list(self.running.values()):
             if sequence.state is not SequenceState.RUNNING or not sequence.is_decoding:
                 continue  # preempted by an older one a moment ago, or prefilling
-            if not sequence.is_exhausted and self._make_room(plan, sequence, 1):
-                plan.add(plan.decode, sequence, 1)
+            count = self._tokens_per_decode
+            if not sequence.is_exhausted and self._make_room(plan, sequence, count):
+                plan.add(plan.decode, sequence, count)
 
     def _schedule_prefill(self, plan: Schedule) -> None:
         for sequence in list(self.running.values()):
@@ -222,6 +234,10 @@ class Scheduler:
         self.waiting.move_to_end(victim.arrival, last=False)
         self.num_preemptions += 1
         plan.preempted.append(victim)
+
+
+def _scheduled(rows: dict[int, Sequence]) -> int:
+    return sum(sequence.num_scheduled_tokens for sequence in rows.values())
 
 
 def _before_fork(leader: Sequence) -> bool:

@@ -55,8 +55,10 @@ class StepMemory:
         assert saved is not None
         end = pages_for(prefix.length, cache.page_size)
         for g, (count, arrays) in enumerate(zip(prefix.missing, saved.arrays, strict=True)):
-            run, pair = sequence.pages[g], sequence.slots[g]
-            ids = [run[k] for k in range(end - count, end)] if run else [pair.read] if pair else []
+            run, slots = sequence.pages[g], sequence.slots[g]
+            ids = (
+                [run[k] for k in range(end - count, end)] if run else [slots.read] if slots else []
+            )
             last = {name: array[len(array) - count :] for name, array in arrays.items()}
             self._runner.write(g, ids, last, sequence.uid)
         cache.swap.restored(sequence)

@@ -72,12 +72,12 @@ class SwapSpace:
         for i in full:
             firsts[i] = left_out
         ids: list[tuple[int, ...]] = []
-        for i, (run, pair) in enumerate(zip(sequence.pages, sequence.slots, strict=True)):
+        for i, (run, slots) in enumerate(zip(sequence.pages, sequence.slots, strict=True)):
             if run is not None:
                 pages = [run[k] for k in range(firsts[i], end)]
                 ids.append(tuple(copies[i].get(page, page) for page in pages))
             else:
-                ids.append((pair.read,) if pair is not None else ())
+                ids.append((slots.read,) if slots is not None else ())
         nbytes = sum(len(some) * each for some, each in zip(ids, self._unit_bytes, strict=True))
         self._saved[sequence.uid] = Saved(length, tuple(ids), nbytes)
         self._num_out += 1

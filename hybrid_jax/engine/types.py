@@ -72,11 +72,15 @@ class PageRun:
 
 
 @dataclass(slots=True)
-class SlotPair:
-    """The slot that the next step reads and the slot that it writes, in one state group."""
+class StateRows:
+    """The slot that the next step reads and those that it writes, in one state group.
+
+    A step that verifies K guesses writes K + 1 slots, the state after each of its tokens; others
+    write the first one only. `read` is one of them, unless others may read it as well.
+    """
 
     read: int
-    write: int
+    write: list[int]
 
 
 @dataclass(frozen=True)
@@ -116,17 +120,20 @@ class Sequence:
 
     num_committed_tokens: int = 0
     num_computed_tokens: int = 0  # in the caches, once all launched steps are done
-    num_scheduled_tokens: int = 0  # of the step being built
+    num_scheduled_tokens: int = 0  # of the step being built, guesses included
     num_inflight: int = 0  # 0 or 1 whenever the scheduler looks; 2 while two steps are launched
     num_prefill_tokens: int = 0
     num_preemptions: int = 0
+    draft_token_ids: list[int] = field(default_factory=list)  # guesses of the step being built
+    num_draft_tokens: int = 0  # guesses verified so far
+    num_accepted_tokens: int = 0  # those of them that were right and became output
     cumulative_logprob: float = 0.0  # of the known output tokens, if they have log probabilities
     num_preempted_tokens: int = 0  # that were computed when it was preempted last
 
     row: int = 0  # persistent row; 0: holds nothing
     num_pages: int = 0  # logical pages reached so far, the same in every page group
     pages: tuple[PageRun | None, ...] = ()  # per cache group; None for state groups
-    slots: tuple[SlotPair | None, ...] = ()  # per cache group; None for page groups
+    slots: tuple[StateRows | None, ...] = ()  # per cache group; None for page groups
 
     prefix: Prefix | None = None  # what an admission would start from; not pinned yet
     stops: tuple[int, ...] = ()  # positions where a prefill chunk must end
@@ -198,6 +205,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0  # prompt tokens that were not computed because a cache had them
+    draft_tokens: int = 0  # guesses at output tokens that were verified
+    accepted_tokens: int = 0  # those of them that were right and became output
 
 
 @dataclass(frozen=True)
@@ -259,6 +268,15 @@ class SwapStats:
 
 
 @dataclass(frozen=True)
+class SpeculationStats:
+    """How well guesses went so far, of all sequences."""
+
+    num_verified: int  # steps of a sequence; each brought one token and those accepted
+    draft_tokens: int  # guesses verified
+    accepted_tokens: int  # those of them that were right and became output
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """A snapshot of the engine's counters."""
 
@@ -272,6 +290,7 @@ class EngineStats:
     cached_tokens: int  # those of them that were not computed because the caches had them
     recomputed_tokens: int  # that were computed, and lost in a preemption
     swap: SwapStats
+    speculation: SpeculationStats
     caches: tuple[GroupStats, ...]
 
 

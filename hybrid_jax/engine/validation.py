@@ -43,7 +43,8 @@ class RequestValidator:
         prompt = len(request.prompt_token_ids)
         max_tokens = min(request.params.max_tokens, self._config.max_model_len - prompt)
         # The last token is sampled but never fed, so it needs no room in the caches.
-        shortage = self.cache.shortage(prompt + max_tokens - 1)
+        fed = prompt + max_tokens - 1 + self._config.num_speculative_tokens
+        shortage = self.cache.shortage(fed)
         if shortage:
             raise InvalidRequest(
                 f"{prompt} prompt tokens and {max_tokens} new ones need {shortage}; "

@@ -49,7 +49,7 @@ def unified_bytes(
     total = 0
     for group in groups:
         if isinstance(group.spec, StateSpec):
-            pages = 1
+            pages = config.tokens_per_decode  # a state after each
         else:
             tokens = page_size * (nbytes // _unit(group, page_size, placement))
             pages = pages_for(context, tokens)

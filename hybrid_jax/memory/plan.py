@@ -305,7 +305,7 @@ def _bytes_of(
         max_model_len=context,
         num_pages=0,
         num_checkpoints=0,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, count),
+        max_num_batched_tokens=max(config.max_num_batched_tokens, count * config.tokens_per_decode),
     )
     plan = CachePlan(groups, cache_sizes(groups, changed), changed, placement)
     return plan.total_bytes + row_bytes(changed)

@@ -47,7 +47,8 @@ def estimate(model: ModelConfig, config: EngineConfig) -> Temporaries:
         else:
             widths.append(2 * layer.mixer.num_heads * layer.mixer.head_dim)
     layers = MIXED_COPIES * config.token_buckets[-1] * max(widths) * 4
-    rows = max(config.row_buckets[-1], min(PROMPT_BLOCK, config.token_buckets[-1]))
+    sampled = config.row_buckets[-1] * config.tokens_per_decode
+    rows = max(sampled, min(PROMPT_BLOCK, config.token_buckets[-1]))
     logits = LOGIT_COPIES * rows * model.vocab_size * 4
     return Temporaries((layers + logits) // config.tensor_parallel_size, "estimated")
 
@@ -70,14 +71,18 @@ def compiled(
         return None
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     partitioner = Partitioner(model, mesh)
-    with _building_for(devices[0], mesh):
-        step = abstract_step(model, config, dtype, groups, sizes, StepKind.MIXED, partitioner)
-        analysis = step.lower().compile().memory_analysis()
-    if analysis is None:
-        return None
-    # Outputs that are not the donated carry in place come on top.
-    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)
-    return Temporaries(analysis.temp_size_in_bytes + outputs, f"compiled for {chip.name}")
+    kinds = [StepKind.MIXED, *([StepKind.VERIFY] if config.num_speculative_tokens else [])]
+    most = 0
+    for kind in kinds:
+        with _building_for(devices[0], mesh):
+            step = abstract_step(model, config, dtype, groups, sizes, kind, partitioner)
+            analysis = step.lower().compile().memory_analysis()
+        if analysis is None:
+            return None
+        # Outputs that are not the donated carry in place come on top.
+        outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)
+        most = max(most, analysis.temp_size_in_bytes + outputs)
+    return Temporaries(most, f"compiled for {chip.name}")
 
 
 def _devices(chip: Chip, count: int) -> list[Any] | None:

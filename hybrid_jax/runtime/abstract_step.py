@@ -96,12 +96,17 @@ def _largest_batch(
 ) -> StepBatch:
     """A batch of the largest bucket, as shapes."""
     rows = config.row_buckets[-1]
-    tokens = rows if kind is StepKind.DECODE else config.token_buckets[-1]
+    tokens, sampled, write = config.token_buckets[-1], rows, (rows,)
+    if kind is StepKind.DECODE:
+        tokens = rows
+    elif kind is StepKind.VERIFY:
+        write = (rows, config.tokens_per_decode)
+        tokens = sampled = rows * config.tokens_per_decode
     array: Callable[..., Any] = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
 
     def table(group: CacheGroup) -> Any:
         if isinstance(group.spec, StateSpec):
-            return StateSlots(array(rows), array(rows), array(rows), array(rows))
+            return StateSlots(array(rows), array(*write), array(rows), array(rows))
         assert isinstance(group.spec, PagedSpec)
         return array(rows, table_width(group.spec, config))
 
@@ -115,8 +120,8 @@ def _largest_batch(
         "tables": tuple(table(group) for group in groups),
     }
     arrays["masks"] = TokenMasks(
-        jax.ShapeDtypeStruct((rows,), jnp.bool_),  # type: ignore[arg-type]
-        array(rows, -(-vocab_size // 32)),
+        jax.ShapeDtypeStruct((sampled,), jnp.bool_),  # type: ignore[arg-type]
+        array(sampled, -(-vocab_size // 32)),
     )
     if kind is StepKind.MIXED:
         arrays["targets"] = array(tokens)

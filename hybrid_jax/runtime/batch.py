@@ -1,7 +1,8 @@
 """What goes into one step and what comes out of it.
 
 The engine fills a `StepBatch` with numpy arrays of a bucket's shape; the compiled step reads it.
-Dimension letters: T tokens, S rows, M page-table width, R persistent rows, L max_model_len.
+Dimension letters: T tokens, S rows, M page-table width, R persistent rows, L places of a
+sequence, and N sampled tokens: one per row (N = S), in a VERIFY step one per token (N = T).
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ class StepKind(Enum):
     """The phase of a step.
 
     DECODE: one token per row, T == S. MIXED: any ragged batch. VERIFY: T / S tokens in every row,
-    and the state after each of them in a slot of its own, so that some can be taken back.
+    and the state after each of them in a slot of its own, so that some can be taken back; a token
+    is sampled after each.
     """
 
     DECODE = "decode"
@@ -31,17 +33,17 @@ class StepKind(Enum):
 class Returns:
     """What a step returns besides sampled tokens. Each value is a trace of its own."""
 
-    logits: Literal["none", "last", "all"] = "none"  # of no token, each row's last, or every one
+    logits: Literal["none", "last", "all"] = "none"  # of no token, those sampled from, or every one
     hidden: tuple[int, ...] = ()  # hidden states after so many layers; 0: the embeddings
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenMasks:
-    """Which tokens the rows of a batch may sample. V is the size of the vocabulary."""
+    """Which tokens may be sampled. V is the size of the vocabulary."""
 
-    constrained: jax.Array  # bool[S]; where false, any token
-    allowed: jax.Array  # i32[S, ceil(V / 32)] bit v % 32 of word v // 32 is token v
+    constrained: jax.Array  # bool[N]; where false, any token
+    allowed: jax.Array  # i32[N, ceil(V / 32)] bit v % 32 of word v // 32 is token v
 
 
 @jax.tree_util.register_dataclass
@@ -82,10 +84,10 @@ class StepOutput:
     """What the host reads after a step. Padding rows are meaningless and must be ignored; so is, of
     an unfinished prefill chunk, everything but `owner_ok`."""
 
-    tokens: jax.Array  # i32[S] sampled token per batch row
-    logprobs: Logprobs  # of `tokens`, [S]; nothing when no row asked
-    finite: jax.Array  # bool[S] the row's logits had no NaN or Inf
-    usable: jax.Array  # bool[S] what its request asked for left a token to sample
+    tokens: jax.Array  # i32[N] sampled
+    logprobs: Logprobs  # of `tokens`, [N]; nothing when no row asked
+    finite: jax.Array  # bool[N] the logits had no NaN or Inf
+    usable: jax.Array  # bool[N] what its request asked for left a token to sample
     owner_ok: jax.Array  # bool[S] every state slot read belonged to the expected owner
     prompt_logprobs: Logprobs | None  # of the batch's `targets`, [T]; None: the batch had none
     # As `StepBatch.returns` asks:

@@ -28,13 +28,13 @@ def check_processors(processors: Mapping[str, Any], config: EngineConfig, vocab_
                 f"logits_processors must map names to functions, got {shown(name)}: "
                 f"{shown(processor)}; correct this entry"
             )
-        for rows in {1, config.row_buckets[-1]}:
-            _check(name, processor, rows, vocab_size, config.max_model_len)
+        for rows in {1, config.row_buckets[-1] * config.tokens_per_decode}:
+            _check(name, processor, rows, vocab_size, config.max_positions)
 
 
-def _check(name: str, processor: Any, rows: int, vocab_size: int, max_model_len: int) -> None:
+def _check(name: str, processor: Any, rows: int, vocab_size: int, length: int) -> None:
     count = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    history = jax.ShapeDtypeStruct((rows, max_model_len), jnp.int32)
+    history = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     logits = jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32)
     try:
         result = jax.eval_shape(processor, logits, LogitsContext(history, count, count))  # type: ignore[arg-type]

@@ -161,7 +161,8 @@ class Runner:
         So batches with and without masks or targets share one trace, and nothing is uploaded.
         """
         if batch.masks is None:
-            batch = replace(batch, masks=self._no_masks(batch.seq_lens.shape[0]))
+            sampled = batch.token_ids if batch.kind is StepKind.VERIFY else batch.seq_lens
+            batch = replace(batch, masks=self._no_masks(sampled.shape[0]))
         if batch.targets is None and batch.kind is StepKind.MIXED:
             batch = replace(batch, targets=self._no_targets(batch.token_ids.shape[0]))
         return batch
@@ -230,7 +231,7 @@ class Runner:
                 jax.eval_shape(self._traced, self._leaves, self._carry, batch, sampling)
 
     def _make_no_masks(self, rows: int) -> TokenMasks:
-        """Masks that bar nothing, for so many rows."""
+        """Masks that bar nothing, for so many sampled tokens."""
         where = self._replicated
         shape = (rows, -(-self.model_config.vocab_size // 32))
         return TokenMasks(

@@ -16,7 +16,7 @@ the k-th largest logit is not unique. Top-p keeps the smallest such set whose sh
 left by min-p and top-k is at least p, and always at least one token.
 
 What no row asks for is skipped at run time by `lax.cond`; a greedy batch costs one argmax.
-Dimension letters: S batch rows, R persistent rows, V vocabulary, L max_model_len, B bias entries,
+Dimension letters: S batch rows, R persistent rows, V vocabulary, L places of a row, B bias entries,
 E stop tokens, K reported log probabilities.
 """
 

@@ -1,4 +1,7 @@
-"""The compiled step: one ragged batch through the model, one sampled token per row."""
+"""The compiled step: one ragged batch through the model, one sampled token per row.
+
+A VERIFY step samples after every token of a row instead: what comes if the tokens so far are right.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +15,7 @@ from hybrid_jax.cache.arrays import CacheSizes, MakeArray, StateSlots, layer_spe
 from hybrid_jax.config import EngineConfig
 from hybrid_jax.layers.context import StepContext
 from hybrid_jax.models.decoder import Decoder, Params, bind
-from hybrid_jax.runtime.batch import Carry, Returns, StepBatch, StepKind, StepOutput
+from hybrid_jax.runtime.batch import Carry, StepBatch, StepKind, StepOutput
 from hybrid_jax.runtime.logprobs import Logprobs, prompt_logprobs
 from hybrid_jax.runtime.mesh import Partitioner
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable, sample
@@ -118,7 +121,7 @@ def init_carry(
         for group, count in zip(groups, sizes.counts, strict=True)
         if isinstance(group.spec, StateSpec)
     )
-    return Carry(tuple(caches), owners, zeros(rows), zeros(rows, config.max_model_len))
+    return Carry(tuple(caches), owners, zeros(rows), zeros(rows, config.max_positions))
 
 
 def abstract_full(
@@ -154,14 +157,16 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
             hidden, caches = model(
                 tokens, batch.positions, carry.caches, tables, context, on_layer=seen.__setitem__
             )
-        last = hidden[jnp.maximum(batch.query_start_loc[1:] - 1, 0)]
-        logits = model.logits(last)
+        last = jnp.maximum(batch.query_start_loc[1:] - 1, 0)
+        verify = batch.kind is StepKind.VERIFY
+        sources = hidden if verify else hidden[last]
+        logits = model.logits(sources)
         with jax.named_scope("sample"):
             sampled = sample(
                 logits,
                 sampling,
-                batch.row_ids,
-                batch.seq_lens,
+                row_of_token if verify else batch.row_ids,
+                batch.positions + 1 if verify else batch.seq_lens,
                 history,
                 masks=batch.masks,
                 max_logprobs=spec.max_logprobs,
@@ -173,13 +178,15 @@ def make_step(spec: StepSpec, on_trace: Callable[[], None] = lambda: None) -> St
             tokens=sampled.tokens,
             logprobs=sampled.logprobs,
             usable=sampled.usable,
-            finite=sampled.finite & jnp.all(jnp.isfinite(last), axis=-1),
+            finite=sampled.finite & jnp.all(jnp.isfinite(sources), axis=-1),
             owner_ok=owner_ok,
             prompt_logprobs=_prompt_logprobs(batch, model, hidden, spec.max_logprobs),
-            logits=_returned_logits(batch.returns, model, logits, hidden),
+            logits=_returned_logits(batch, model, logits, hidden),
             hidden=tuple(seen[count] for count in batch.returns.hidden),
         )
-        last_token = carry.last_token.at[batch.row_ids].set(sampled.tokens)
+        last_token = carry.last_token
+        if not verify:  # the host says which of the tokens counts
+            last_token = last_token.at[batch.row_ids].set(sampled.tokens)
         return output, Carry(caches, owners, last_token, history)
 
     return step
@@ -202,12 +209,13 @@ def _prompt_logprobs(
 
 
 def _returned_logits(
-    returns: Returns, model: Decoder, last: jax.Array, hidden: jax.Array
+    batch: StepBatch, model: Decoder, logits: jax.Array, hidden: jax.Array
 ) -> jax.Array | None:
-    """What the caller of the step wants to see of the logits."""
-    if returns.logits == "all":
+    """What the caller of the step wants to see; `logits` are those that were sampled from."""
+    wanted = batch.returns.logits
+    if wanted == "all" and batch.kind is not StepKind.VERIFY:
         return model.logits(hidden)
-    return last if returns.logits == "last" else None
+    return logits if wanted != "none" else None
 
 
 def check_owners(

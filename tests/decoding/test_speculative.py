@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from hybrid_jax import SamplingParams
 from hybrid_jax.decoding import DraftModel, PromptLookup, Session, Workspace, generate, speculate
 from hybrid_jax.decoding.memory import MemoryPools
-from hybrid_jax.decoding.speculative import Drafter
+from hybrid_jax.drafts import Drafter
 from hybrid_jax.errors import InvalidRequest
 from hybrid_jax.generate import dense_logits
 from hybrid_jax.loading import LoadedModel, load_model

@@ -20,7 +20,7 @@ from hybrid_jax.cache.arrays import CacheSizes, LayerCache, layer_specs
 from hybrid_jax.cache.plan import pages_for, table_width
 from hybrid_jax.config import EngineConfig
 from hybrid_jax.engine.engine import Engine
-from hybrid_jax.engine.types import Request
+from hybrid_jax.engine.types import Request, Tokenizer
 from hybrid_jax.generate import generate
 from hybrid_jax.loading import LoadedModel, load_model
 from hybrid_jax.runtime.batch import Carry
@@ -72,12 +72,20 @@ class Rig:
         self.oracle = Oracle(self.model)
         self.runner = Runner(self.model, engine_config(**options), fill=float("nan"))
 
-    def engine(self, *, longest: int | None = None, spare: int = 0, **options: Any) -> Engine:
+    def engine(
+        self,
+        *,
+        longest: int | None = None,
+        spare: int = 0,
+        tokenizer: Tokenizer | None = None,
+        **options: Any,
+    ) -> Engine:
         """A new engine on fresh NaN caches.
 
         Args:
             longest: pools just hold one sequence of so many tokens, and `spare` more ids.
             spare: see `longest`.
+            tokenizer: see `Engine`.
             **options: fields of `EngineConfig` that change no compiled shape.
         """
         config = replace(self.runner.config, **options)
@@ -87,16 +95,17 @@ class Rig:
         for row in range(1, self.runner.config.max_num_seqs + 1):
             self.runner.sampling_rows.clear_row(row)
         self.runner.reset()
-        return Engine(_View(self.runner, config, sizes), None)
+        return Engine(_View(self.runner, config, sizes), tokenizer)
 
     def _small(self, longest: int, spare: int, config: EngineConfig) -> Iterator[int]:
         for group, most in zip(self.runner.groups, self.runner.sizes.counts, strict=True):
             if isinstance(group.spec, StateSpec):
-                need = config.max_num_seqs
+                need = config.max_num_seqs * config.tokens_per_decode
             else:
-                need = pages_for(longest, PAGE) + spare
+                pages = pages_for(longest + config.num_speculative_tokens, PAGE)
                 if isinstance(group.spec, WindowSpec):
-                    need = min(pages_for(longest, PAGE), table_width(group.spec, config)) + spare
+                    pages = min(pages, table_width(group.spec, config))
+                need = pages + spare
             yield min(need + 1, most)
 
     def assert_clean(self, engine: Engine) -> None:
