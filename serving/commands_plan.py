@@ -34,6 +34,7 @@ def plan(
     kv_dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or fp8.")] = None,
     state_dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     checkpoints: Annotated[int | None, typer.Option(help="State rows kept for reuse.")] = None,
+    num_speculative_tokens: Annotated[int | None, typer.Option(help="Guesses per step.")] = None,
     chip: Annotated[
         str, typer.Option(help=f"cpu, {', '.join(CHIPS)}. Default: the device here.")
     ] = "",
@@ -66,6 +67,7 @@ def plan(
         "kv_dtype": kv_dtype,
         "state_dtype": state_dtype,
         "num_checkpoints": checkpoints,
+        "num_speculative_tokens": num_speculative_tokens,
         "tensor_parallel_size": tp,
         "memory_utilization": memory_utilization,
     }

@@ -42,6 +42,7 @@ _ENGINE_HELP = {
     "checkpoint_interval": "Tokens between the states kept of a prompt; 0: chosen.",
     "num_checkpoints": "State rows kept for reuse; 0: twice max_num_seqs.",
     "swap_bytes": "Host memory for preempted sequences; 0: they are computed again.",
+    "num_speculative_tokens": "Tokens guessed per step by prompt lookup and verified; 0: none.",
     "prefill_alignment": "Prefill chunks end at multiples of so many tokens; 0: chosen.",
     "debug_poison": "Fill freed memory with NaN and check every id after every step; slow.",
     "implementations": "op=name: what must run an op, such as paged_attention=reference.",

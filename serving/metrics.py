@@ -134,6 +134,16 @@ class _EngineCollector(Collector):
         for field in ("total", "used", "peak"):
             value = getattr(stats.swap, f"{field}_bytes")
             yield self._gauge(f"swap_{field}_bytes", "Host memory for preempted sequences.", value)
+        guessed = stats.speculation
+        yield self._count(
+            "spec_decode_num_drafts", "Times a step verified guesses.", guessed.num_verified
+        )
+        yield self._count(
+            "spec_decode_num_draft_tokens", "Tokens guessed and verified.", guessed.draft_tokens
+        )
+        yield self._count(
+            "spec_decode_num_accepted_tokens", "Those that were right.", guessed.accepted_tokens
+        )
         yield self._count("steps", "Steps launched.", stats.steps)
         yield self._count("compiles", "Steps compiled.", stats.compiles)
         yield self._count("prefix_cache_queries", "Tokens looked up.", stats.prompt_tokens)

@@ -76,6 +76,8 @@ def total_usage(usages: Iterable[Usage | None]) -> Usage:
         sum(usage.prompt_tokens for usage in known),
         sum(usage.completion_tokens for usage in known),
         sum(usage.cached_tokens for usage in known),
+        sum(usage.draft_tokens for usage in known),
+        sum(usage.accepted_tokens for usage in known),
     )
 
 

@@ -3,6 +3,8 @@
 import random
 from pathlib import Path
 
+import pytest
+
 from hybrid_jax.engine.batch_builder import step_shapes
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import Request
@@ -28,7 +30,8 @@ SAMPLED = (
 )
 
 
-def test_nothing_compiles_after_the_warm_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("guesses", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_nothing_compiles_after_the_warm_up(guesses: int, tmp_path: Path) -> None:
     rig = Rig("lara_mini-untied", tmp_path)  # its model and oracle; its own runner never runs
     config = engine_config(
         max_num_seqs=4,
@@ -39,6 +42,7 @@ def test_nothing_compiles_after_the_warm_up(tmp_path: Path) -> None:
         debug_poison=True,
         num_pages=16,  # little enough for preemptions
         swap_bytes=2**20,
+        num_speculative_tokens=guesses,
         warmup=True,
     )
     runner = Runner(rig.model, config, processors={"even": lambda logits, context: logits})
@@ -64,6 +68,7 @@ def test_nothing_compiles_after_the_warm_up(tmp_path: Path) -> None:
     assert len(ended) > 6
     assert engine.stats().cached_tokens > 10  # a hit or a fork, at least
     assert engine.stats().swap.num_in > 0
+    assert (engine.stats().speculation.accepted_tokens > 0) == bool(guesses)
     rig.oracle.check(record, ended)
 
 

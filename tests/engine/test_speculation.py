@@ -5,6 +5,7 @@ The model has full, window and linear layers, which have a convolution. Fresh me
 
 import os
 import random
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from hybrid_jax import LLM, StructuredOutput
+from hybrid_jax.bundled import bundled_model
 from hybrid_jax.drafts import Drafter, PromptLookup
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import Request
-from hybrid_jax.generate import dense_logits
+from hybrid_jax.generate import dense_logits, generate
+from hybrid_jax.loading import load_model
 from hybrid_jax.sampling_params import SamplingParams
 from tests.helpers.engine_checks import Record, drive, greedy
 from tests.helpers.real_engine import (
@@ -254,6 +258,7 @@ SAMPLED = (
 )
 
 
+@pytest.mark.slow
 def test_what_a_request_may_ask_for(rig: Rig, plain: Rig) -> None:
     """Token for token as without speculation; penalties see the right guesses only."""
     stops = {"stop_token_ids": list(range(0, 128, 3)), "prompt_logprobs": 1}
@@ -286,6 +291,7 @@ def test_what_a_request_may_ask_for(rig: Rig, plain: Rig) -> None:
         rig.assert_clean(engine)
 
 
+@pytest.mark.slow
 def test_log_probabilities(rig: Rig, plain: Rig) -> None:
     request = Request("a", random_prompt(9, SEED), greedy(11, logprobs=2))
     (text,) = texts_of(rig, [request])
@@ -350,6 +356,24 @@ def test_the_distribution_of_sampled_tokens(rig: Rig) -> None:
         wanted.append(rest)
     p_value = chisquare(observed, np.array(wanted) * runs / sum(wanted)).pvalue
     assert p_value > 1e-6, f"{HINT}: {observed} {wanted}"
+
+
+@pytest.mark.slow
+def test_structured_output_has_no_guesses() -> None:
+    """In the same steps as a text that repeats itself and has many."""
+    form = StructuredOutput(regex="(ab)+c|[d-f]{3}")
+    prompt = "and the LORD said unto Moses, and the LORD said unto Aaron, and the LORD said"
+    params = [greedy(20), SamplingParams(structured=form, seed=SEED, max_tokens=40)]
+    options = {"max_num_seqs": 2, "max_model_len": 128, "max_num_batched_tokens": 32}
+    with LLM(bundled_model(), dtype="float32", num_speculative_tokens=3, **options) as llm:
+        texts = llm.generate([prompt, prompt], params, use_tqdm=False)
+        model = load_model(bundled_model(), dtype="float32")
+        assert texts[0].outputs[0].token_ids == generate(model, texts[0].prompt_token_ids, 20)
+        assert texts[1].outputs[0].finish_reason == "stop", HINT
+        assert re.fullmatch(form.source[1], texts[1].outputs[0].text), HINT
+        guessed = [output.usage.draft_tokens for output in texts if output.usage]
+        assert guessed[0] > 0 == guessed[1]
+        assert llm.stats().speculation.draft_tokens == guessed[0]
 
 
 def test_k_plus_one_rows_and_no_copies(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

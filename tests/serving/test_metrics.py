@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hybrid_jax.bundled import bundled_model
 from hybrid_jax.engine.engine import Engine
-from hybrid_jax.engine.types import Request
+from hybrid_jax.engine.types import Request, SpeculationStats
 from hybrid_jax.inspection import inspect_model, kernel_report
 from serving.async_engine import AsyncEngine
 from serving.client import Client
@@ -165,6 +165,19 @@ def test_preemptions_say_what_was_saved_and_what_was_lost(loop_thread: LoopThrea
     assert samples.total("swap_used_bytes") == 0
     info = httpx.get(f"{server.url}/server_info").json()
     assert info["swap"]["num_in"] == 1 and info["recomputed_tokens"] == 0
+    server.close()
+    served.close()
+
+
+def test_speculation_is_counted_under_the_names_of_vllm(loop_thread: LoopThread) -> None:
+    engine, metrics = Engine(FakeRunner((FULL,), (11,), small_config()), None), Metrics("toy")
+    engine._speculation.stats = lambda: SpeculationStats(5, 20, 12)  # type: ignore[method-assign]
+    served = AsyncEngine(engine, None, observers=(metrics.observe,))
+    metrics.watch(served)
+    server = HttpServer(loop_thread, served, metrics)
+    samples = scrape(server)
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    assert [samples.total(f"spec_decode_num_{name}_total") for name in names] == [5, 20, 12]
     server.close()
     served.close()
 

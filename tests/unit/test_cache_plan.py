@@ -28,19 +28,24 @@ MODELS = {
 }
 
 
-def reference_bytes(model: ModelConfig, seqs: int, length: int, pages: int, budget: int) -> int:
+def reference_bytes(
+    model: ModelConfig, seqs: int, length: int, pages: int, budget: int, guesses: int = 0
+) -> int:
     """Bytes of all caches in float32 from the sizes in config.json, layer by layer.
 
     K and V: 2 heads of 16. States: 4 heads of 8 x 16, and 3 inputs of 96 channels. Window: 8.
+    Guesses need places after a sequence and its window, and a state each.
     """
     page = PAGE * 2 * 2 * 16 * 4
     slot = 4 * 8 * 16 * 4 + 3 * (2 * 2 * 8 + 4 * 16) * 4
-    whole = -(-length // PAGE)
-    in_flight = min(2 * -(-budget // PAGE), seqs * whole)  # a step runs ahead of the last
+    whole = -(-(length + guesses) // PAGE)
+    steps = 1 if guesses else 2  # a step runs ahead of the last
+    in_flight = min(steps * -(-budget // PAGE), seqs * whole)
+    window = min(-(-(8 + guesses) // PAGE) + 2, whole + 1)
     per_layer = {
         "full": pages * page,
-        "window": (seqs * min(8 // PAGE + 2, whole + 1) + in_flight + 1) * page,
-        "linear": (seqs + 1) * slot,
+        "window": (seqs * window + in_flight + 1) * page,
+        "linear": (seqs * (guesses + 1) + 1) * slot,
     }
     return sum(per_layer[layer.kind] for layer in model.layers)
 
@@ -55,14 +60,17 @@ def plan_of(model: ModelConfig, **options: object) -> CachePlan:
     return plan_caches(model, config_of(**options), "float32")
 
 
+@pytest.mark.parametrize("guesses", [0, 3])
 @pytest.mark.parametrize("kind", MODELS)
-def test_bytes_are_those_of_a_sum_over_layers(kind: str) -> None:
+def test_bytes_are_those_of_a_sum_over_layers(kind: str, guesses: int) -> None:
     model = MODELS[kind]
     for seqs, length in itertools.product((1, 3, 17), (2, 8, 9, 100)):
-        plan = plan_of(model, max_num_seqs=seqs, max_model_len=length, cache_bytes=2**30)
-        pages = seqs * -(-length // PAGE) + 1
+        limits = {"max_num_seqs": seqs, "max_model_len": length, "cache_bytes": 2**30}
+        plan = plan_of(model, num_speculative_tokens=guesses, **limits)
+        pages = seqs * -(-(length + guesses) // PAGE) + 1
+        budget = max(32, seqs * (guesses + 1))
         # Exact up to the alignment of each array, of which a layer has at most two.
-        expected = reference_bytes(model, seqs, length, pages, 32)
+        expected = reference_bytes(model, seqs, length, pages, budget, guesses)
         assert 0 <= plan.total_bytes - expected < 64 * 2 * len(model.layers)
 
 
