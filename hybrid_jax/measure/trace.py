@@ -1,6 +1,7 @@
 """What ran on the device and for how long, from the traces that `jax.profiler` writes."""
 
 import tempfile
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -53,27 +54,33 @@ def record(run: Callable[[], None]) -> list[Event]:
         with jax.profiler.trace(directory, profiler_options=options):
             run()
         (path,) = Path(directory).rglob("*.xplane.pb")
-        return list(_events(path))
+        with warnings.catch_warnings():
+            # Types of jaxlib warn on new Pythons, which aborts where warnings are errors.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return _read(path)
 
 
-def _events(path: Path) -> Iterator[Event]:
-    """All that name an HLO instruction and a run: of the devices, or of the host's threads."""
+def _read(path: Path) -> list[Event]:
+    """All that name an HLO instruction and a run: of the devices, or else of the host's threads."""
     data = ProfileData.from_file(str(path))  # owns all below
-    planes = list(data.planes)
-    devices = [plane for plane in planes if plane.name.startswith("/device:")]
-    for plane in devices or planes:
+    device, host = list[Event](), list[Event]()
+    for plane in data.planes:
+        found = device if plane.name.startswith("/device:") else host
         for line in plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
                 if "hlo_op" in stats and "run_id" in stats:
-                    yield Event(
-                        f"{plane.name}{line.name}",
-                        str(stats.get("hlo_module", "")),
-                        str(stats["hlo_op"]),
-                        int(stats["run_id"]),
-                        1e-9 * event.start_ns,
-                        1e-9 * (event.start_ns + event.duration_ns),
+                    found.append(
+                        Event(
+                            f"{plane.name}{line.name}",
+                            str(stats.get("hlo_module", "")),
+                            str(stats["hlo_op"]),
+                            int(stats["run_id"]),
+                            1e-9 * event.start_ns,
+                            1e-9 * (event.start_ns + event.duration_ns),
+                        )
                     )
+    return device or host
 
 
 def summarise(events: Iterable[Event], module: str, *, last: int = 0) -> Trace:
