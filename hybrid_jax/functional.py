@@ -44,7 +44,8 @@ from hybrid_jax.loading import LoadedModel
 from hybrid_jax.loading import load_model as load_model
 from hybrid_jax.runtime import step as compiled
 from hybrid_jax.runtime.batch import Carry, StepBatch, StepKind, StepOutput
-from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingRows, SamplingTable
+from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable
+from hybrid_jax.runtime.sampling import SamplingRows as SamplingRows
 from hybrid_jax.specs import PagedSpec, StateSpec
 
 Step = Callable[[Carry, StepBatch, SamplingTable], tuple[StepOutput, Carry]]

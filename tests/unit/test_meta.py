@@ -3,7 +3,6 @@
 import ast
 import importlib
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -16,10 +15,11 @@ from hybrid_jax.models import FAMILIES
 from pallas_kernels import registry
 from serving.cli import app
 from tests.helpers import tiny
+from tests.helpers.docs import commands, pages
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("hybrid_jax", "pallas_kernels", "serving")
-FOLDERS = (*PACKAGES, "training", "benchmarks", "tests")
+FOLDERS = (*PACKAGES, "training", "benchmarks", "tests", "docs", "notebooks")
 MAX_FILE, MAX_KERNEL_FILE, MAX_CLASS, MAX_FUNCTION = 500, 800, 300, 60
 
 
@@ -70,9 +70,12 @@ def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
 def test_no_absolute_path_is_written_down() -> None:
     """In code, documents and settings alike."""
     root = re.compile(r"(?<![\w.:/~$}>])/(home|work|root|tmp|usr|opt|mnt|Users|data)/\w")
-    files = [p for p in ROOT.glob("*.*") if p.suffix in (".md", ".toml")]
+    files = [p for p in ROOT.glob("*.*") if p.suffix in (".md", ".toml", ".yml")]
     files += [
-        p for f in FOLDERS for p in (ROOT / f).rglob("*") if p.suffix in (".py", ".md", ".json")
+        p
+        for f in FOLDERS
+        for p in (ROOT / f).rglob("*")
+        if p.suffix in (".py", ".md", ".json", ".ipynb")
     ]
     files += [ROOT / ".ci" / "run"]
     found = [
@@ -133,19 +136,11 @@ def test_every_op_has_reference_cases_and_readme() -> None:
         assert registry.REFERENCE in registry.implementations(folder.name)
 
 
-def commands(document: str) -> list[list[str]]:
-    """The `hybrid-jax ...` commands of a document's code blocks, split as a shell would."""
-    blocks = re.findall(r"```\w*\n(.*?)```", (ROOT / document).read_text(), re.S)
-    lines = [
-        part.strip() for block in blocks for line in block.splitlines() for part in line.split("&&")
-    ]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("hybrid-jax ")]
-
-
-def test_the_commands_of_the_readme_exist() -> None:
+def test_the_commands_of_the_documents_exist() -> None:
     root = typer.main.get_command(app)
-    found = commands("README.md")
+    found = commands(ROOT / "README.md")
     assert {command[1] for command in found} == set(root.commands)  # type: ignore[attr-defined]
+    found += [command for page in pages() for command in commands(page)]
     for _, name, *arguments in found:
         command = root.commands[name]  # type: ignore[attr-defined]
         while hasattr(command, "commands"):  # a group: the next word is one of its own
@@ -155,14 +150,32 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert context.params
 
 
+def test_the_flags_that_pages_name_exist() -> None:
+    """Those in the text, which belong to no command that could be tried."""
+    groups, flags = [typer.main.get_command(app)], set[str]()
+    while groups:
+        command = groups.pop()
+        groups += getattr(command, "commands", {}).values()
+        flags |= {name for param in command.params for name in param.opts + param.secondary_opts}
+    named = {n for page in pages() for n in re.findall(r"`(--[\w-]+)", page.read_text())}
+    assert len(named) > 10
+    assert named - flags == set()
+
+
 def test_what_documents_link_and_name_exists() -> None:
-    for document in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"):
+    documents = (
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+    )  # mkdocs checks the pages' links
+    for document in documents:
         text = (ROOT / document).read_text()
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             assert (ROOT / target).exists(), f"{document} links {target}"
-        for path in re.findall(r"`((?:\w[\w.-]*/)+[\w.-]*)`", text):
+    for page in [ROOT / name for name in documents] + pages():
+        for path in re.findall(r"`((?:\w[\w.-]*/)+[\w.-]*)`", page.read_text()):
             if path.split("/")[0] in FOLDERS and "<" not in path:
-                assert (ROOT / path).exists(), f"{document} names {path}"
+                assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
     architecture = (ROOT / "ARCHITECTURE.md").read_text()
     for path in re.findall(r"`(\w+/\w+\.py)`", architecture):
         assert any((ROOT / p / path).exists() for p in ("", *PACKAGES)), path
