@@ -22,6 +22,9 @@ check = typer.Typer(no_args_is_help=True, help="Checks of a model's numbers.")
 PathArgument = Annotated[
     Path, typer.Argument(help="Model directory, .gguf file or config.json; no weights are read.")
 ]
+ChipOption = Annotated[
+    str, typer.Option(help=f"cpu, {', '.join(CHIPS)}. Default: the device here.")
+]
 
 
 def plan(
@@ -35,9 +38,7 @@ def plan(
     state_dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     checkpoints: Annotated[int | None, typer.Option(help="State rows kept for reuse.")] = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Guesses per step.")] = None,
-    chip: Annotated[
-        str, typer.Option(help=f"cpu, {', '.join(CHIPS)}. Default: the device here.")
-    ] = "",
+    chip: ChipOption = "",
     tp: Annotated[int | None, typer.Option(help="Devices to cut the model over.")] = None,
     memory_utilization: Annotated[float | None, typer.Option(help="Share to fill.")] = None,
     estimate: Annotated[
@@ -116,9 +117,7 @@ def kernels(
         Path | None,
         typer.Argument(help="Model directory, .gguf file or config.json; default: bundled."),
     ] = None,
-    chip: Annotated[
-        str, typer.Option(help=f"cpu, {', '.join(CHIPS)}. Default: the device here.")
-    ] = "",
+    chip: ChipOption = "",
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that run at once.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens of a page.")] = None,
