@@ -17,7 +17,7 @@ import jax
 
 from hybrid_jax.config import EngineConfig
 from hybrid_jax.engine.engine import Engine
-from hybrid_jax.engine.types import TokenEvent
+from hybrid_jax.engine.types import EngineStats, TokenEvent
 from hybrid_jax.inspection import kernel_report
 from hybrid_jax.loading import LoadedModel
 from hybrid_jax.measure.requests import at_least_one, random_requests
@@ -164,6 +164,7 @@ class _RecordingRunner(Runner):
 
 def _profile_prefill(runner: _RecordingRunner, rows: int, prompt_tokens: int) -> PhaseProfile:
     engine = _engine(runner, [(prompt_tokens, 1)] * (rows * _PREFILLS), seed=1)
+    before = engine.stats()
     trace = summarise(record(lambda: _drain(engine)), MODULE)
     work = step_work(
         runner.model_config, runner.plan.dtype, rows=rows, earlier=0, new=prompt_tokens
@@ -171,7 +172,7 @@ def _profile_prefill(runner: _RecordingRunner, rows: int, prompt_tokens: int) ->
     share = _PREFILLS / trace.runs  # of the prompts of a round; 1 unless they are cut
     work = {place: Work(*(share * n for n in done)) for place, done in work.items()}
     tokens = round(share * rows * prompt_tokens)
-    host = {str(name): s for name, s in engine.stats().phase_seconds.items()}
+    host = _host_seconds(before, engine.stats())
     return _phase("prefill", runner, StepKind.MIXED, trace, work, host, rows=rows, tokens=tokens)
 
 
@@ -182,11 +183,10 @@ def _profile_decode(
     counts: Counter[str] = Counter()
     while len(counts) < rows or min(counts.values()) < 2:  # then every step decodes
         counts.update(event.request_id for event in _step(engine) if event.new_token_ids)
-    before = dict(engine.stats().phase_seconds)
+    before = engine.stats()
     trace = summarise(record(lambda: _drain(engine)), MODULE, last=steps)
-    after = engine.stats().phase_seconds
-    host = {str(name): after[name] - before[name] for name in after}
-    middle = prompt_tokens + 2 + steps // 2
+    host = _host_seconds(before, engine.stats())
+    middle = prompt_tokens + _WARM - 1 + steps // 2
     work = step_work(runner.model_config, runner.plan.dtype, rows=rows, earlier=middle, new=1)
     return _phase("decode", runner, StepKind.DECODE, trace, work, host, rows=rows, tokens=rows)
 
@@ -224,8 +224,17 @@ def _phase(
         seconds=trace.wall / trace.runs,
         busy_seconds=trace.busy / trace.runs,
         gap_seconds=trace.gap / max(1, trace.runs - 1),
-        host_seconds={name: seconds / trace.runs for name, seconds in host.items()},
+        host_seconds=dict(host),
     )
+
+
+def _host_seconds(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """Of each phase of the host, per step launched between two snapshots."""
+    steps = after.steps - before.steps
+    return {
+        str(name): (seconds - before.phase_seconds[name]) / steps
+        for name, seconds in after.phase_seconds.items()
+    }
 
 
 def _engine(runner: Runner, lengths: list[tuple[int, int]], seed: int) -> Engine:
