@@ -13,6 +13,7 @@ import pytest
 
 from pallas_kernels import bench, registry
 from pallas_kernels.bench_operands import OPS, Batch, cases_of, make_call
+from pallas_kernels.rows import reference
 
 
 def test_every_op_has_operands() -> None:
@@ -48,10 +49,11 @@ def test_operands_are_the_same_for_the_same_seed() -> None:
 def double(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second implementation of `rows`, and one that cannot run here."""
     entries = registry._registry._entries
-    changed = dict(entries["rows"])
-    changed["again"] = changed["reference"]
-    changed["elsewhere"] = type(changed["again"])(changed["again"].fn, lambda facts: "is for Mars")
-    monkeypatch.setitem(entries, "rows", changed)
+    again = registry._Entry(reference.write, registry.never)
+    elsewhere = registry._Entry(reference.write, lambda facts: "is for Mars")
+    monkeypatch.setitem(
+        entries, "rows", {**entries["rows"], "again": again, "elsewhere": elsewhere}
+    )
 
 
 def ticking(seconds: float) -> Callable[[], float]:
