@@ -52,7 +52,7 @@ class Layout(NamedTuple):
         layout = cls(size, rows, dim, min(rows, 8), chunks, dim // chunks, 1, packing)
         if window is None:
             # A power of two: shifts divide by it.
-            return layout._replace(block=power_of_two(min(tokens // size, table_width)))
+            return layout._replace(block=_power_of_two(min(tokens // size, table_width)))
         # Few and equal blocks, since each costs the time of one product after the other.
         most = min(pages_seen(window, size), table_width)
         count = max(1, -(-most * size * 8 // (tokens * 9)))
@@ -97,7 +97,7 @@ class Layout(NamedTuple):
     @property
     def pages_per_chunk(self) -> int:
         """Pages that one product takes together."""
-        return power_of_two(max(CHUNK_ROWS // self.page_rows, 1))
+        return _power_of_two(max(CHUNK_ROWS // self.page_rows, 1))
 
     @property
     def chunk_rows(self) -> int:
@@ -107,7 +107,7 @@ class Layout(NamedTuple):
         return self.page_rows * min(self.pages_per_chunk, self.block)
 
 
-def power_of_two(n: int) -> int:
+def _power_of_two(n: int) -> int:
     """The highest that is not above n."""
     return 1 << (n.bit_length() - 1)
 

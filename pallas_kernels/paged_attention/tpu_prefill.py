@@ -31,7 +31,11 @@ from pallas_kernels.paged_attention.tpu_layout import (
     modulo,
     precision,
 )
-from pallas_kernels.paged_attention.tpu_prefill_layout import SLOTS, PrefillLayout
+from pallas_kernels.paged_attention.tpu_prefill_layout import (
+    SLOTS,
+    SUBLANES,
+    PrefillLayout,
+)
 from pallas_kernels.ragged import RaggedBatch
 
 # In the cursor: row, first token and index of the next block to copy; blocks copied and used so
@@ -60,7 +64,7 @@ class _Refs(NamedTuple):
     values: Any  # [K, block tokens, H or more]
     scores: Any  # f32[2, rows, block tokens]
     highest: Any  # f32[K, tile * R, LANES] highest score so far
-    total: Any  # f32[K, tile * R, LANES] sums of weights, lane by lane; see `ones`
+    total: Any  # f32[K, tile * R, LANES] sums of weights, lane by lane; unused with `ones`
     sums: Any  # f32[K, tile * R, H or more] weighted sums of V
     cursor: Any  # i32[6], see ROW
     page_sems: Any
@@ -147,7 +151,7 @@ def _scratch(layout: PrefillLayout, dtype: Any) -> list[Any]:
         pltpu.VMEM((heads, tokens, layout.value_lanes), dtype),
         pltpu.VMEM((2, layout.rows, tokens), F32),
         state,
-        state,
+        pltpu.VMEM((SUBLANES, LANES), F32) if layout.ones else state,
         pltpu.VMEM((heads, rows, layout.value_lanes), F32),
         pltpu.SMEM((6,), jnp.int32),
         pltpu.SemaphoreType.DMA((SLOTS,)),

@@ -5,15 +5,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.tpu_layout import F32, LANES, LOG2E, Layout, power_of_two
+from pallas_kernels.paged_attention.tpu_layout import F32, LANES, LOG2E, Layout
 from pallas_kernels.registry import ArrayFacts
 
 SUBLANES = 8
 SLOTS = 2  # blocks of pages in VMEM: one in use, one on its way
 TILE = 512  # tokens, as far as they fit
-ROWS = 256
+ROWS = 512
 WIDTH_STEP = 256
 BLOCK_TOKENS = 512
+SMALLEST_TILE = 2 * SUBLANES
 PIECE_TOKENS = 128  # whose K and V are taken apart at a time
 
 
@@ -36,24 +37,29 @@ class PrefillLayout(NamedTuple):
         table: jax.Array | ArrayFacts,
         vmem_limit: int,
     ) -> "PrefillLayout":
-        """Of q [T, N, H], pages [P, G, 2K, H] and table [S, M]: the largest tile that fits.
+        """Of q [T, N, H], pages [P, G, 2K, H] and table [S, M]: the largest pieces that fit.
 
-        The smallest tile may not fit either: see `vmem_bytes`.
+        The smallest may not fit either: see `vmem_bytes`.
         """
         size, width = pages.shape[1], table.shape[1]
-        tokens = max(min(BLOCK_TOKENS, power_of_two(2 * width * size - 1)), LANES)
-        seen = Layout.of(pages, width, None)._replace(block=max(tokens // size, 1))
         heads, kv_heads = q.shape[1], pages.shape[2] // 2
-        groups = power_of_two(2 * (heads // kv_heads) - 1)
+        groups = _power_of_two_above(heads // kv_heads)
         while kv_heads * groups % SUBLANES:
             groups *= 2
-        tile = max(min(TILE, power_of_two(2 * q.shape[0] - 1)), 2 * SUBLANES)
+        tile = max(min(TILE, _power_of_two_above(q.shape[0])), SMALLEST_TILE)
+        tokens = max(min(BLOCK_TOKENS, _power_of_two_above(width * size)), LANES)
         while True:
+            seen = Layout.of(pages, width, None)._replace(block=max(tokens // size, 1))
             rows = min(ROWS, tile * groups // (1 + kv_heads % 2))
             layout = cls(seen, heads, kv_heads, groups, tile, rows, width)
-            if layout.vmem_bytes <= vmem_limit or tile == 2 * SUBLANES:
+            if layout.vmem_bytes <= vmem_limit:
                 return layout
-            tile //= 2
+            if tile > LANES or tokens == LANES:
+                if tile == SMALLEST_TILE:
+                    return layout
+                tile //= 2
+            else:
+                tokens //= 2
 
     @property
     def ones(self) -> bool:
@@ -90,11 +96,11 @@ class PrefillLayout(NamedTuple):
         dim, tokens = pages.chunks * LANES, pages.block_tokens
         wide = max(self.value_lanes, LANES)
         rows = self.kv_heads * self.groups * self.tile
-        per_row = 3 * dim * item + 4 * (2 * LANES + wide)
+        per_row = 3 * dim * item + 4 * (wide + (1 if self.ones else 2) * LANES)
         block = pages.block_rows * LANES * item
         split = self.kv_heads * tokens * (dim + wide) * item
         words = self.piece * pages.page_rows * LANES * item
-        scores = 6 * self.rows * max(tokens, LANES) * 4
+        scores = 5 * self.rows * max(tokens, LANES) * 4  # two, weights, and what is spilled
         return rows * per_row + SLOTS * block + split + words + scores
 
     def pad_heads(self, x: jax.Array) -> jax.Array:
@@ -122,3 +128,8 @@ class PrefillLayout(NamedTuple):
         logits = logits.reshape(self.kv_heads, 1, self.groups, 1)
         shape = (self.kv_heads, self.row_tokens, self.groups, LANES)
         return jnp.broadcast_to(logits, shape).reshape(self.kv_heads, self.rows, LANES)
+
+
+def _power_of_two_above(n: int) -> int:
+    """The lowest that is not below n."""
+    return 1 << (n - 1).bit_length()
