@@ -76,7 +76,10 @@ def _write_kernel(
         def some(token: jax.Array) -> jax.Array:
             position = token + shift
             whole = (modulo(position, page_size) == 0) & (token + page_size <= stop)
-            for condition, count in ((whole, page_size), (~whole, 1)):
+            copies = [(~whole, 1)]
+            if page_size <= kv.shape[0]:  # otherwise no copy of a page could be described
+                copies.append((whole, page_size))
+            for condition, count in copies:
 
                 @pl.when(condition)
                 def _(count: int = count) -> None:
