@@ -18,7 +18,7 @@ from hybrid_jax.fields import (
     shown,
     tuple_of,
 )
-from hybrid_jax.specs import LayerSpec, NormSpec
+from hybrid_jax.specs import AttentionSpec, LayerSpec, NormSpec
 from pallas_kernels.recurrence import CHUNK as LINEAR_CHUNK
 
 
@@ -44,6 +44,12 @@ class ModelConfig:
     def layer_counts(self) -> dict[str, int]:
         """Number of layers per kind: full, window, linear."""
         return dict(Counter(layer.kind for layer in self.layers))
+
+    @property
+    def widest_window(self) -> int:
+        """Tokens that the widest sliding window sees; 0 without one."""
+        mixers = [layer.mixer for layer in self.layers]
+        return max((m.window or 0 for m in mixers if isinstance(m, AttentionSpec)), default=0)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ class SnapshotError(HybridJaxError, ValueError):
     """A snapshot cannot be made, read or restored."""
 
 
+class ReferenceFileError(HybridJaxError, ValueError):
+    """A recorded reference cannot be read, or is of another model."""
+
+
 class SnapshotTooLarge(SnapshotError):
     """A snapshot needs more pages or slots than are free now."""
 

@@ -13,6 +13,7 @@ from hybrid_jax.cache.chips import format_bytes
 from hybrid_jax.errors import HybridJaxError
 from serving import commands_plan
 from serving.bench_command import bench
+from serving.check_command import check
 from serving.op_choices import parse_choices
 from serving.profile_command import profile
 
@@ -162,7 +163,7 @@ def convert(
 
 app.command()(commands_plan.plan)
 app.command()(commands_plan.kernels)
-app.add_typer(commands_plan.check, name="check")
+app.add_typer(check, name="check")
 app.add_typer(bench, name="bench")
 app.command()(profile)
 

@@ -1,4 +1,4 @@
-"""`hybrid-jax plan`, `kernels` and `check`: what a model takes, what runs it, can it be trusted."""
+"""`hybrid-jax plan` and `kernels`: what a model takes, and what runs it."""
 
 import json
 from dataclasses import asdict
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from hybrid_jax.inspection import PlannedKernel
     from hybrid_jax.memory.plan import MemoryPlan
     from hybrid_jax.memory.snapshot import MemorySnapshot
-
-check = typer.Typer(no_args_is_help=True, help="Checks of a model's numbers.")
 
 PathArgument = Annotated[
     Path, typer.Argument(help="Model directory, .gguf file or config.json; no weights are read.")
@@ -172,40 +170,3 @@ def _kernel_table(planned: "tuple[PlannedKernel, ...]", chip: str) -> Table:
         )
         table.add_section()
     return table
-
-
-@check.command()
-def drift(
-    path: Annotated[Path, typer.Argument(help="Model directory or .gguf file.")],
-    tokens: Annotated[int, typer.Option(help="0: the model's longest, at most 8,192.")] = 0,
-    threshold: Annotated[
-        float, typer.Option(help="Largest mean difference, in deviations of the logits.")
-    ] = 0.05,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
-) -> None:
-    """Decode with states in bfloat16 against float32; exit code 1 if they drift apart."""
-    from hybrid_jax.drift import measure_drift
-    from hybrid_jax.loading import load_model
-
-    report = measure_drift(load_model(path, dtype=dtype), tokens, seed=seed)
-    table = Table(title="state_dtype bfloat16 against float32")
-    for name in ("tokens", "max logit", "mean logit", "in deviations", "KL, nats", "same argmax"):
-        table.add_column(name, justify="right")
-    for row in report.rows:
-        table.add_row(
-            f"{row.start:,} - {row.end:,}",
-            f"{row.max_difference:.3g}",
-            f"{row.mean_difference:.3g}",
-            f"{row.relative:.3g}",
-            f"{row.kl_divergence:.2g}",
-            f"{row.agreement:.1%}",
-        )
-    screen = console()
-    screen.print(table)
-    first = report.first_difference
-    where = f"first differs at token {first:,}" if first else "never differs"
-    screen.print(f"the most likely token {where}")
-    if report.worst > threshold:
-        screen.print(f"drifts: {report.worst:.3g} deviations, more than {threshold:g}")
-        raise typer.Exit(1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybrid_jax.drift import _report, measure_drift
+from hybrid_jax.checking.drift import _report, measure_drift
 from hybrid_jax.loading import LoadedModel, load_model
 from tests.helpers import tiny
 

@@ -143,9 +143,9 @@ def test_the_commands_of_the_documents_exist() -> None:
     found += [command for page in pages() for command in commands(page)]
     for _, name, *arguments in found:
         command = root.commands[name]  # type: ignore[attr-defined]
-        while hasattr(command, "commands"):  # a group: the next word is one of its own
-            name, *arguments = arguments
-            command = command.commands[name]
+        while hasattr(command, "commands"):  # a group: the next word is one of its own, mostly
+            context = command.make_context(name, [], resilient_parsing=True)
+            name, command, arguments = command.resolve_command(context, arguments)
         context = command.make_context(name, list(arguments))  # raises on an unknown option
         assert context.params
 
