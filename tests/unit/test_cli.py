@@ -8,36 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from hybrid_jax import LLM, SamplingParams
 from hybrid_jax.generate import generate
 from hybrid_jax.loading import load_model
 from pallas_kernels import registry
-from serving import cli
 from tests.helpers import tiny
 from tests.helpers.text import byte_tokenizer
+from tests.unit.conftest import Run, change_tensors, is_one_sentence
 
-Run = Callable[..., tuple[int, str, str]]
 SHORT = ("--max-tokens", 6, "--max-model-len", 64)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`run("inspect", path)`: exit code, stdout and stderr of the command, in this process."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hybrid-jax", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +42,6 @@ def change_json(path: Path, **changes: object) -> None:
 
 def change_config(directory: Path, **changes: object) -> None:
     change_json(directory / "config.json", **changes)
-
-
-def change_tensors(directory: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
-    path = directory / "model.safetensors"
-    tensors = {name: array.copy() for name, array in load_file(path).items()}
-    change(tensors)
-    save_file(tensors, path)
-
-
-def is_one_sentence(text: str) -> bool:
-    return text.startswith("hybrid-jax: ") and text.count("\n") == 1 and "Traceback" not in text
 
 
 def expected(model: Path, prompt: str) -> str:
