@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from serving.terminal import console
 from serving.op_choices import parse_choices
+from serving.terminal import console
 
 if TYPE_CHECKING:
     from hybrid_jax.checking import CheckReport, LayerError
