@@ -1,7 +1,9 @@
 """Tiny models, and references that they make of themselves: what a broken copy is held against."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -59,3 +61,10 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
 def held_against(reference: Reference, model: LoadedModel) -> Found:
     findings, _ = compare(workspace(model), reference)
     return {finding.check: finding for finding in findings}
+
+
+def scaled(model: LoadedModel, name: str, factor: float) -> LoadedModel:
+    """The model with half of one parameter multiplied: a norm after it would undo a whole one."""
+    array = np.array(model.params[name])
+    array[..., : array.shape[-1] // 2] *= np.float32(factor)
+    return replace(model, params={**model.params, name: jnp.asarray(array)})

@@ -7,25 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hybrid_jax.checking.compare import compare_configs, tokens_finding
 from hybrid_jax.errors import ReferenceFileError
 from hybrid_jax.loading import LoadedModel, load_model
-from tests.checking.conftest import Found, held_against
+from tests.checking.conftest import Found, held_against, scaled
 from tests.helpers import tiny
 
 SLIDING_FULL, HYBRID = "gemma3", "qwen3_5"  # five windows, one full; three linear, one full
 Config = dict[str, Any]
-
-
-def scaled(model: LoadedModel, name: str, factor: float) -> LoadedModel:
-    """The model with half of one parameter multiplied: a norm after it would undo a whole one."""
-    array = np.array(model.params[name])
-    array[..., : array.shape[-1] // 2] *= np.float32(factor)
-    return replace(model, params={**model.params, name: jnp.asarray(array)})
 
 
 def with_config(name: str, directory: Path, change: Callable[[Config], None]) -> LoadedModel:
