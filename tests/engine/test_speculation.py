@@ -179,8 +179,11 @@ def test_a_preempted_sequence_goes_on(rig: Rig) -> None:
 
 @pytest.mark.parametrize("right", [1.0, 0.5])
 def test_generated_tokens_are_hit(right: float, rig: Rig) -> None:
-    """A state at a multiple of the grid is kept, also where a step of several tokens passes it."""
-    first = Request("a", random_prompt(5, SEED), greedy(30))
+    """A state at a multiple of the grid is kept, also where a step of several tokens passes it.
+
+    Steps of three tokens from the sixth on pass 32 without ending there.
+    """
+    first = Request("a", random_prompt(6, SEED), greedy(30))
     (text,) = texts_of(rig, [first])
     second = Request("b", text[:34] + random_prompt(5, SEED + 1), greedy(9))
     engine = engine_of(rig, Scripted([text, *texts_of(rig, [second])], right), **GRID)
@@ -191,21 +194,25 @@ def test_generated_tokens_are_hit(right: float, rig: Rig) -> None:
     rig.assert_clean(engine)
 
 
-def test_a_kept_prefix_holds_what_was_right(rig: Rig) -> None:
-    """Held in the middle of guesses, gone on from, and gone on from once more at its end."""
+@pytest.mark.parametrize("right", [0.0, 0.6])
+def test_a_kept_prefix_holds_what_was_right(right: float, rig: Rig) -> None:
+    """Held in the middle of guesses, gone on from, and gone on from once more at its end.
+
+    Wrong guesses reach a page that the prefix has no part in.
+    """
     first = Request("a", random_prompt(6, SEED), greedy(20), keep=True)
     (text,) = texts_of(rig, [first])
-    engine = engine_of(rig, Scripted([text], 0.6))
+    engine = engine_of(rig, Scripted([text], right))
     engine.add_request(first)
-    record = Record()
+    record, held = Record(), []
     for _ in range(4):
         record.add(engine.step())
-    held = engine.hold("a")
+        held.append(engine.hold("a"))
     record = drive(engine, record=record)
     rig.oracle.check(record, [first])
     kept = record.ends[("a", 0)].kept
     assert kept is not None and kept.length == len(first.prompt_token_ids) + 19
-    for name, prefix in (("b", held), ("c", kept)):
+    for name, prefix in zip("bcdef", [*held, kept], strict=True):
         assert prefix.length > 0 and prefix.token_ids == text[: prefix.length]
         prompt = text[: prefix.length] + random_prompt(3, SEED)
         request = Request(name, prompt, greedy(8), prefix=prefix)
