@@ -1,6 +1,8 @@
 """causal_conv1d against a float64 token-by-token oracle, on pools full of NaN."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,10 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def check(case: Case, rows: Rows, implementation: str, seed: int = 0) -> None:
+    check_call(_jitted(implementation, case.activation), case, rows, seed)
+
+
+def check_call(call: Callable[..., Any], case: Case, rows: Rows, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
     keep = case.width - 1
     weight = rounded(rng.normal(size=(case.channels, case.width)), case.dtype)
@@ -62,7 +68,7 @@ def check(case: Case, rows: Rows, implementation: str, seed: int = 0) -> None:
         y = convolution_oracle(sequences[row], weight, bias, case.activation)
         expected[rows.slices[row]] = y[earlier:]
     read[len(rows.all) :] = write[len(rows.all) :] = 0
-    y, state = _jitted(implementation, case.activation)(
+    y, state = call(
         jnp.asarray(x, case.dtype),
         jnp.asarray(weight, case.dtype),
         None if bias is None else jnp.asarray(bias, case.dtype),

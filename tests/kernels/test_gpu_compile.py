@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import RaggedBatch, registry
+from pallas_kernels.causal_conv1d import causal_conv1d
+from pallas_kernels.causal_conv1d.cases import CASES as CONVOLUTION_CASES
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cases import Case as AttentionCase
 from pallas_kernels.paged_attention.gpu_decode import Tiles
@@ -27,6 +29,7 @@ from tests.kernels.test_tpu_compile import (
 
 pytestmark = needs_cuda
 TRITON_GPU = "triton_gpu"
+CONVOLUTION = {case.name: case for case in CONVOLUTION_CASES}
 
 
 def attention(case: AttentionCase):
@@ -93,6 +96,27 @@ def test_gated_delta_rule_decode(name: str, rows: int, chip: str) -> None:
 def test_ssd_decode(name: str, rows: int, chip: str) -> None:
     given = ssd_arguments(SSD[name], rows, rows)
     check_compiles(run_ssd(SSD[name], True), given, 7, "ssd_decode", chip)
+
+
+@pytest.mark.parametrize("chip", EVERY_GPU)
+@pytest.mark.parametrize(("name", "rows"), [("qwen35_9b", 64), ("olmo_hybrid_7b", 1)])
+def test_causal_conv1d_decode(name: str, rows: int, chip: str) -> None:
+    case = CONVOLUTION[name]
+    x, weight, state = (
+        jax.ShapeDtypeStruct(dims, jnp.dtype(case.dtype))
+        for dims in (
+            (rows, case.channels),
+            (case.channels, case.width),
+            (2 * rows + 1, case.width - 1, case.channels),
+        )
+    )
+    index = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (rows + 1, rows, 2, rows, rows))
+
+    def run(x, weight, state, starts, lens, counts, read, write):
+        ragged = RaggedBatch(starts, lens, counts, decode_only=True)
+        return causal_conv1d(x, weight, None, state, ragged, read, write, activation="silu")
+
+    check_compiles(run, (x, weight, state, *index), 2, "causal_conv1d_decode", chip)
 
 
 def check_compiles(

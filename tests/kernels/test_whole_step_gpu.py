@@ -11,8 +11,8 @@ pytestmark = [needs_cuda, pytest.mark.slow]
 # Per model: what runs its ops, and how often each kernel.
 CASES = {
     "qwen35_9b": (
-        {"gated_delta_rule": "triton_gpu", "paged_attention": "triton_gpu"},
-        {"gated_delta_decode": 1, "paged_attention_decode": 1},
+        dict.fromkeys(("causal_conv1d", "gated_delta_rule", "paged_attention"), "triton_gpu"),
+        dict.fromkeys(("causal_conv1d_decode", "gated_delta_decode", "paged_attention_decode"), 1),
     ),
     "gemma3_4b": ({"paged_attention": "triton_gpu"}, {"paged_attention_decode": 2}),
 }

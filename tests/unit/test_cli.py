@@ -114,7 +114,7 @@ def test_kernels_says_what_would_run_where_and_why(run: Run, model: Path) -> Non
 
     gpu = json.loads(run("kernels", model, "--chip", "h100", *options, "--json")[1])
     choices = {(x["phase"], x["choice"]["op"]): x["choice"] for x in gpu}
-    for op in ("paged_attention", "gated_delta_rule"):
+    for op in ("paged_attention", "gated_delta_rule", "causal_conv1d"):
         assert choices["decode", op]["implementation"] == "triton_gpu"
         assert choices["mixed", op]["implementation"] == "reference"
         assert "prefill" in choices["mixed", op]["refused"]["triton_gpu"]
