@@ -110,12 +110,13 @@ class Registry:
         return tuple(sorted(self._entries[op], key=lambda name: name == REFERENCE))
 
     def select(self, op: str, facts: Facts, forced: str | None = None) -> Selection:
-        """The first implementation that does not refuse `facts`, or the forced one.
+        """The first implementation that does not refuse `facts`, or the one forced, here or around.
 
         Raises:
             ValueError: unknown op or name, or no candidate can run; the message has the reasons.
         """
         names = self.implementations(op)
+        forced = forced or _forced.get().get(op)
         if forced is not None and forced not in names:
             raise ValueError(f"{op}: unknown implementation {forced!r}; known: {', '.join(names)}")
         refused: list[tuple[str, str]] = []

@@ -58,6 +58,7 @@ def ssd(
         y [T, H, P] in the dtype of x (0 for padding tokens), and the new `state`.
     """
     _check(x, dt, A, B, C, D, dt_bias, state, ragged, read_slots, write_slots, dt_limit)
+    implementation = implementation or registry.forced(OP)
     facts = registry.Facts.of(
         x=x, dt=dt, B=B, C=C, state=state, rows=ragged.num_rows_padded,
         decode_only=ragged.decode_only,

@@ -16,6 +16,7 @@ from pallas_kernels.registry import (
     never,
     partitioned,
     recording,
+    select,
 )
 
 
@@ -137,6 +138,13 @@ def test_forcing_names_an_op_that_exists_and_is_undone() -> None:
     assert forced(api.OP) is None
     with pytest.raises(ValueError, match="unknown op 'other'; known: .*causal_conv1d"):
         forcing({"other": "some"}).__enter__()
+
+
+def test_forcing_reaches_every_op() -> None:
+    from pallas_kernels.gla import api
+
+    with forcing({api.OP: "nonsense"}), pytest.raises(ValueError, match="'nonsense'; known: ref"):
+        select(api.OP, facts(8))
 
 
 def test_recording_counts_choices_and_keeps_them_out_of_the_report(registry: Registry) -> None:
