@@ -44,7 +44,7 @@ def test_what_is_not_public_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     "package",
-    ["hybrid_jax", "hybrid_jax.decoding", "hybrid_jax.measure"]
+    ["hybrid_jax", "hybrid_jax.checking", "hybrid_jax.decoding", "hybrid_jax.measure"]
     + [f"pallas_kernels.{op}" for op in OPS],
 )
 def test_the_reference_has_all_that_a_package_exports(package: str) -> None:
