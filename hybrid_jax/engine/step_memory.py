@@ -59,8 +59,9 @@ class StepMemory:
             ids = (
                 [run[k] for k in range(end - count, end)] if run else [slots.read] if slots else []
             )
-            last = {name: array[len(array) - count :] for name, array in arrays.items()}
-            self._runner.write(g, ids, last, sequence.uid)
+            if ids:  # or the tree has all of them
+                last = {name: array[len(array) - count :] for name, array in arrays.items()}
+                self._runner.write(g, ids, last, sequence.uid)
         cache.swap.restored(sequence)
 
     def prepare(self, admitted: list[Sequence]) -> None:
