@@ -2,7 +2,7 @@
 
 >>> from hybrid_jax.bundled import bundled_model
 >>> from hybrid_jax.checking import check_model
->>> report = check_model(bundled_model(), num_tokens=8, long_prompt=100)
+>>> report = check_model(bundled_model(), num_tokens=8, long_tokens=100)
 >>> report.failed
 False
 >>> [finding.check for finding in report.findings][:2]

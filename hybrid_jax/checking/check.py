@@ -76,10 +76,13 @@ def check_model(
     integer(0, 1_048_576, "use 0 to have it chosen")("long_tokens", long_tokens)
     model = load_model(path, dtype=dtype)
     texts = _texts(model, reference, num_tokens, long_tokens)
+    # All that was recorded is compared, however few or short the texts are.
+    compared = () if reference is None else reference.prompts
+    longest = max([texts.longest, *(len(r.prompt) + len(r.tokens) for r in compared)])
     subject = Subject(
         model,
         max_num_seqs=len(texts.prompts),
-        max_model_len=texts.longest,
+        max_model_len=longest,
         implementations=implementations,
     )
     # TPUs and GPUs would otherwise round the factors of float32 products.

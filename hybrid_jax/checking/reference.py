@@ -11,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hybrid_jax.errors import ReferenceFileError
+from hybrid_jax.fields import choice
+from hybrid_jax.loading import DTYPES
 
 VERSION = "1"
 
@@ -79,8 +81,33 @@ class Reference:
                 for i in range(len(arrays) // len(names))
             ]
             config = json.loads(metadata["config"])
-            return cls(config, metadata["dtype"], metadata["made_by"], tuple(prompts))
+            reference = cls(config, metadata["dtype"], metadata["made_by"], tuple(prompts))
+            _check(reference)
+            return reference
         except (KeyError, ValueError) as error:
             raise ReferenceFileError(
                 f"{str(path)!r} is a damaged reference ({error!r}); {remedy}"
             ) from error
+
+
+def _check(reference: Reference) -> None:
+    """Raises ValueError unless everything is as `RecordedPrompt` says."""
+    choice(DTYPES)("dtype", reference.dtype)
+    if not isinstance(reference.config, dict) or not reference.prompts:
+        raise ValueError("it has no config.json or no prompts")
+    for i, recorded in enumerate(reference.prompts):
+        ids = (recorded.prompt, recorded.tokens, recorded.positions)
+        floats = (recorded.logits, recorded.hidden)
+        if (
+            any(array.dtype != np.int32 or array.ndim != 1 or not array.size for array in ids)
+            or any(array.dtype != np.float32 for array in floats)
+            or (recorded.logits.ndim, recorded.hidden.ndim) != (1, 3)
+            or recorded.hidden.shape[1] != recorded.positions.size
+        ):
+            raise ValueError(f"a dtype or shape of prompt {i}")
+        if (
+            min(array.min() for array in ids) < 0
+            or max(array.max() for array in ids[:2]) >= recorded.logits.size
+            or recorded.positions.max() >= recorded.prompt.size
+        ):
+            raise ValueError(f"a token or position of prompt {i}")
