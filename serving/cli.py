@@ -192,7 +192,10 @@ def main() -> None:
     try:
         raise SystemExit(app(standalone_mode=False))
     except _UsageError as error:  # an option or command that does not exist, and the like
-        _fail(f"{error.format_message().rstrip('.')}; see hybrid-jax --help")
+        message = error.format_message().rstrip(".")
+        if not message:  # a group of commands alone, which has shown its help
+            raise SystemExit(2) from None
+        _fail(f"{message}; see hybrid-jax --help")
     except typer.Abort:
         raise SystemExit(130) from None
     except (HybridJaxError, ValueError, OSError) as error:

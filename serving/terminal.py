@@ -9,8 +9,23 @@ from rich.console import Console
 
 TABLE_WIDTH = 100  # where the output is no terminal
 
+
+def _check_target(target: str) -> str:
+    """Raises ValueError if there cannot be such a file, before anything is measured for it."""
+    if target not in ("", "-"):
+        path = Path(target)
+        if path.is_dir() or not path.parent.is_dir():
+            raise ValueError(f"--json {target!r} is no file in an existing directory; name one")
+    return target
+
+
 JsonOption = Annotated[
-    str, typer.Option("--json", help="JSON file for the figures; -: stdout, without tables.")
+    str,
+    typer.Option(
+        "--json",
+        help="JSON file for the figures; -: stdout, without tables.",
+        callback=_check_target,
+    ),
 ]
 PlotOption = Annotated[
     Path | None, typer.Option(help='Figure to write, as .png, .pdf or .svg; needs "plots".')

@@ -129,6 +129,8 @@ MISTAKES = {
     "no range": (["throughput", "--prompt-tokens", "few"], "got 'few'; use 32-128"),
     "backwards": (["throughput", "--output-tokens", "9-3"], "got 9 to 3"),
     "no figure": (["throughput", "--plot", "a.doc"], "'a.doc' is no png"),
+    "no directory": (["kernels", "rows", "--json", "none/a"], "--json 'none/a' is no file in an"),
+    "a directory": (["latency", "--json", "."], "--json '.' is no file"),
     "no such kernel": (["kernels", "frob"], "unknown op 'frob'"),
     "no such case": (["kernels", "rows", "--case", "frob"], "rows has no case 'frob'"),
     "no such op": (["latency", "--implementation", "frob=x"], "unknown op 'frob'"),
@@ -142,3 +144,9 @@ def test_a_mistake_is_one_sentence(name: str, run: Run, model: Path) -> None:
     code, out, err = run("bench", command, *arguments)
     assert code == 2 and out == "" and words in err, err
     assert err.startswith("hybrid-jax: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("group", ["bench", "check"])
+def test_a_group_of_commands_alone_shows_its_help(group: str, run: Run) -> None:
+    code, out, err = run(group)
+    assert (code, err) == (2, "") and f"hybrid-jax {group} [OPTIONS]" in out
