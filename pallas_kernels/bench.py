@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -199,6 +200,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", default="", help="file for the figures; -: stdout")
     args = parser.parse_args()
+    target = Path(args.json)
+    if target.is_dir() != (args.json == "") or not target.parent.is_dir():
+        parser.exit(2, f"bench: --json {args.json!r} is no file in an existing directory\n")
     try:
         timings = time_op(
             args.op,
@@ -215,8 +219,7 @@ def main() -> None:
         print(text)
         return
     if args.json:
-        with open(args.json, "w") as file:
-            file.write(text + "\n")
+        target.write_text(text + "\n")
     rows = [TIMING_HEADER, *timing_lines(timings)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(TIMING_HEADER))]
     for row in rows:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import httpx
 
+from hybrid_jax.fields import INT32_MAX, integer
 from hybrid_jax.measure.requests import RequestTimes, latencies
 
 WorkloadName = Literal["random", "shared-prefix", "multi-turn"]
@@ -33,6 +35,11 @@ class Workload:
     max_tokens: int = 64
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("sessions", "prompt_words", "turns", "max_tokens"):
+            integer(1, INT32_MAX, "use 1 or more")(name, getattr(self, name))
+        integer(0, INT32_MAX, "use 0 for none")("prefix_words", self.prefix_words)
+
     def make(self) -> list[Session]:
         """The sessions; the same for the same fields."""
         rng = random.Random(f"{self.name} {self.seed}")
@@ -54,7 +61,7 @@ class Load:
     def __post_init__(self) -> None:
         if (self.rate is None) == (self.concurrency is None):
             raise ValueError("give either a rate (open loop) or a concurrency (closed loop)")
-        if (self.rate or self.concurrency or 0) <= 0:
+        if not 0 < (self.rate or self.concurrency or 0) < math.inf:
             raise ValueError(f"rate and concurrency must be positive, got {self}")
 
 

@@ -190,7 +190,7 @@ def serve(
         max_tokens,
         seed,
     )
-    load = Load(rate, concurrency if rate is not None else concurrency or 8)
+    load = Load(rate, 8 if rate is None and concurrency is None else concurrency)
     limits = _limits(slo or [])
 
     async def measure() -> dict[str, Any]:

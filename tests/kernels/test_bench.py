@@ -96,3 +96,6 @@ def test_the_module_is_a_command() -> None:
     assert all(t["median"] > 0 and t["implementation"] == "reference" for t in timings)
     done = subprocess.run([*command, "frob"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "unknown op" in done.stderr
+    late = [*command, "gla", "--json", "none/figures.json"]
+    done = subprocess.run(late, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "is no file in" in done.stderr

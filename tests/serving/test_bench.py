@@ -38,6 +38,30 @@ def test_workloads_are_what_they_say_and_repeatable() -> None:
         assert (len(starts) == 1) == (name == "shared-prefix")
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (("--sessions", "0"), "sessions must be at least 1, got 0"),
+        (("--turns", "0"), "turns must be at least 1, got 0"),
+        (("--max-tokens", "0"), "max_tokens must be at least 1, got 0"),
+        (("--prefix-words", "-1"), "prefix_words must be at least 0, got -1"),
+        (("--concurrency", "0"), "must be positive, got Load(rate=None, concurrency=0)"),
+        (("--rate", "nan"), "must be positive, got Load(rate=nan"),
+    ],
+)
+def test_a_load_that_is_none_is_refused_before_a_server_is_asked(
+    options: tuple[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["hybrid-jax", "bench", "serve", "--url", "http://127.0.0.1:1", *options]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
 def test_the_summary_adds_up() -> None:
     good = RequestTimes(ttft=1.0, gaps=[0.5, 1.5], e2e=3.0, prompt_tokens=7, output_tokens=5)
     slow = RequestTimes(
