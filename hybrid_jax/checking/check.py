@@ -117,6 +117,11 @@ def _texts(
     if len(prompts) < 2:  # one alone has no batch mates
         prompts += own
     num_tokens = num_tokens or (len(recorded[0].tokens) if recorded else NUM_TOKENS)
+    if num_tokens >= config.max_position:
+        raise ValueError(
+            f"num_tokens {num_tokens} leave no room for a prompt in the model's "
+            f"{config.max_position} positions; use fewer"
+        )
     window = config.widest_window
     long_tokens = long_tokens or min(
         2 * max(window, CHUNK) + PAST, config.max_position - num_tokens

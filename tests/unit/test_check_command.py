@@ -64,6 +64,7 @@ CHECK_MISTAKES = {
     "no safetensors": (["--reference", "{}/config.json"], ["config.json' cannot be read as a ref"]),
     "weights": (["--reference", "{}/model.safetensors"], ["no reference of version 1", "record"]),
     "tokens": (["--tokens", "-1"], ["num_tokens must be at least 0, got -1", "use 0"]),
+    "no room": (["--tokens", "2000"], ["num_tokens 2000 leave no room", "1024 positions", "fewer"]),
     "long": (["--long", "5000"], ["is more than the model's positions", "at most 1024"]),
     "option": (["--frob"], ["No such option", "--frob"]),
     "implementation": (["--implementation", "frob"], ["must be op=name, got 'frob'"]),
