@@ -21,6 +21,8 @@ from hybrid_jax.fields import (
 from hybrid_jax.specs import AttentionSpec, LayerSpec, NormSpec
 from pallas_kernels.recurrence import CHUNK as LINEAR_CHUNK
 
+MOST_BATCHED_TOKENS = 1_048_576  # in one step
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -199,7 +201,7 @@ _CHECKS: dict[str, Check] = {
     "max_num_seqs": integer(1, 65_536, _CHOSEN, or_zero=True),
     # One token of a prompt and one of the output is the least a request can have.
     "max_model_len": integer(2, INT32_MAX, _CHOSEN, or_zero=True),
-    "max_num_batched_tokens": integer(1, 1_048_576, "the default is 1024"),
+    "max_num_batched_tokens": integer(1, MOST_BATCHED_TOKENS, "the default is 1024"),
     "page_size": integer(1, 65_536, "the default is 16"),
     "num_pages": integer(2, INT32_MAX, _CHOSEN, or_zero=True),  # page 0 is the null page
     "cache_bytes": integer(1, 2**63 - 1, _CHOSEN, or_zero=True),

@@ -22,7 +22,7 @@ from hybrid_jax.cache.plan import (
     model_groups,
     plan_caches,
 )
-from hybrid_jax.config import EngineConfig, ModelConfig
+from hybrid_jax.config import MOST_BATCHED_TOKENS, EngineConfig, ModelConfig
 from hybrid_jax.memory import formulas, temporaries
 from hybrid_jax.memory.temporaries import Temporaries
 from hybrid_jax.models.decoder import abstract_params
@@ -265,6 +265,8 @@ def sequences_that_fit(
     """
 
     def fits(count: int) -> bool:
+        if count * config.tokens_per_decode > MOST_BATCHED_TOKENS:
+            return False  # no step has room for them
         return _bytes_of(groups, config, placement, count, context, row_bytes) <= budget
 
     low, high = 0, 1

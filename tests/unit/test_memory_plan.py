@@ -62,6 +62,13 @@ def test_a_count_that_stops_at_the_limit_claims_no_gain() -> None:
     assert ">=" not in large and "x / " in large
 
 
+def test_guesses_bound_how_many_fit() -> None:
+    """A step of all of them has 65 tokens each, and no step may have more than 2^20."""
+    plan = plan_of(tiny.TINY["qwen3_5"], "h200", num_speculative_tokens=64)
+    counts = [line.layer_by_layer for line in plan.concurrency()]
+    assert max(counts) == 2**20 // 65
+
+
 def test_the_plan_for_a_log_is_one_plain_line() -> None:
     plan = plan_of(QWEN35, max_num_seqs=64, max_model_len=4096)
     line = plan_line(plan)
