@@ -4,6 +4,7 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -23,3 +24,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             address_here = address.format(folder=path.parent.name, name=path.name)
             files.append(File.generated(config, address_here, abs_src_path=str(path)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Of links from a page here to one of those: in the site they do not leave this folder."""
+    del files
+    if page.file.src_dir != config.docs_dir:
+        return markdown
+    inside = "../" * page.file.src_uri.count("/")
+    return markdown.replace(f"](../{inside}", f"]({inside}")

@@ -136,7 +136,9 @@ class _EngineCollector(Collector):
             yield self._gauge(f"swap_{field}_bytes", "Host memory for preempted sequences.", value)
         guessed = stats.speculation
         yield self._count(
-            "spec_decode_num_drafts", "Times a step verified guesses.", guessed.num_verified
+            "spec_decode_num_drafts",
+            "Decode steps of a sequence, with guesses or none.",
+            guessed.num_verified,
         )
         yield self._count(
             "spec_decode_num_draft_tokens", "Tokens guessed and verified.", guessed.draft_tokens
