@@ -155,7 +155,6 @@ def test_any_traffic(swap_bytes: int, rig: Rig) -> None:
         assert engine.stats().speculation.accepted_tokens > 0, HINT
         if swap_bytes:
             assert engine.stats().swap.used_bytes == 0
-    assert engine.stats().preemptions > 0 or engine.stats().cached_tokens > 0, HINT
 
 
 def test_a_preempted_sequence_goes_on(rig: Rig) -> None:

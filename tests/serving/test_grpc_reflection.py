@@ -1,4 +1,4 @@
-"""Clients that know no proto: reflection, and the grpcurl commands of the README."""
+"""Clients that know no proto: reflection, and the grpcurl commands of the documents."""
 
 import json
 import re
@@ -20,8 +20,12 @@ from serving.client import Client
 from serving.grpc_api.front import SERVICE
 from tests.helpers.grpc_server import GrpcServer
 
-README = Path(__file__).resolve().parents[2] / "README.md"
-COMMANDS = re.findall(r"^grpcurl (?:.*\\\n)*.*", README.read_text(), re.M)
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = [
+    command
+    for document in ("README.md", "docs/how-to/serve.md")
+    for command in re.findall(r"^grpcurl (?:.*\\\n)*.*", (ROOT / document).read_text(), re.M)
+]
 
 
 def test_reflection_lists_the_service(serve_grpc: Callable[..., GrpcServer]) -> None:
@@ -47,7 +51,7 @@ def by_reflection(address: str, data: str, method: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_readmes_grpcurl_commands_are_answered(
+def test_the_grpcurl_commands_are_answered(
     command: str, serve_grpc: Callable[..., GrpcServer]
 ) -> None:
     words = shlex.split(command, comments=True)
@@ -66,5 +70,5 @@ def test_the_readmes_grpcurl_commands_are_answered(
         assert replies[0]["kernels"][0]["implementation"]
 
 
-def test_the_readme_has_two_commands() -> None:
-    assert len(COMMANDS) == 2  # or the test above would pass without any
+def test_the_documents_have_three_commands() -> None:
+    assert len(COMMANDS) == 3  # or the test above would pass without any
