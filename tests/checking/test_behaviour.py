@@ -66,6 +66,7 @@ def with_tables(
     return replace(batch, tables=tuple(tables))
 
 
+@pytest.mark.slow
 def test_a_sound_engine_passes(subject: Subject) -> None:
     (isolation, decode), texts = check_isolation(subject, PROMPTS, NUM_TOKENS)
     long = check_long_prompt(subject, LONG, NUM_TOKENS)

@@ -29,6 +29,7 @@ def broken(tmp_path: Path) -> Path:
 CHECK = ("--tokens", 6, "--long", 270)
 
 
+@pytest.mark.slow
 def test_check_ends_with_1_when_a_model_is_not_its_reference(
     run: Run, model: Path, broken: Path, tmp_path: Path
 ) -> None:

@@ -56,6 +56,7 @@ def test_tpu_tiles_are_padded_as_the_compiler_does(
     assert device_bytes(shape, dtype, "tpu") == nbytes
 
 
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("chip", ["v5e", "v6e", "tpu7x"])
 def test_the_compiler_still_says_so(chip: str) -> None:
