@@ -36,11 +36,11 @@ class TimedRunner(Runner):
 class TimedEngine(Engine):
     """Keeps the time spent waiting for the device."""
 
-    def _finish(self, step):
+    def _finish(self, steps):
         start = time.perf_counter()
-        jax.block_until_ready(step.output)
+        jax.block_until_ready([step.output for step in steps])
         self.wait = time.perf_counter() - start
-        super()._finish(step)
+        super()._finish(steps)
 
 
 def measure(model: Path, rows: int, steps: int) -> None:
