@@ -216,10 +216,8 @@ class Engine:
     def _launch_step(self, plan: Schedule) -> InFlight:
         output = self._runner.step(self._builder.build(plan), self._sampling.device())
         self._num_steps += 1
-        spans, verifies = (
-            prompt_spans(plan),
-            bool(plan.decode) and self.config.tokens_per_decode > 1,
-        )
+        spans = prompt_spans(plan)
+        verifies = bool(plan.decode) and self.config.tokens_per_decode > 1
         rows = [_launched(self._cache, s, verifies=verifies) for s in plan.sequences]
         return InFlight(rows, spans, output)
 
