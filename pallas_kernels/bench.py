@@ -103,11 +103,12 @@ def _time_case(
     """Every implementation on one case and batch."""
     call = make_call(op, case, batch)
     with registry.recording() as choices:
-        jax.eval_shape(call.run, call.pool, **call.operands)  # registers what is for this device
+        jax.eval_shape(call.run, call.pool, **call.operands)
     chosen = choices[-1].implementation
+    implementations = registry.implementations(op, choices[-1].facts.platform)
     refused: dict[str, str] = {}
     samplers: dict[str, _Sampler] = {}
-    for name in registry.implementations(op):
+    for name in implementations:
         try:
             samplers[name] = _Sampler(call, name, clock)
         except ValueError as error:  # what the registry raises for one that cannot run
@@ -119,7 +120,7 @@ def _time_case(
             seconds[name].append(samplers[name].sample())
     base = seconds.get(registry.REFERENCE)
     timings = []
-    for name in registry.implementations(op):
+    for name in implementations:
         times = tuple(seconds.get(name, ()))
         ratio = None
         if times and base:

@@ -10,8 +10,6 @@ PROGRAMS = 512  # that fill the 108 to 148 multiprocessors of these several time
 
 def refuses(facts: Facts) -> str | None:
     """Why no Triton kernel is built for this device, or None."""
-    if facts.platform != "gpu":
-        return f"is for GPUs, not for {facts.platform}"
     if not any(family in facts.device_kind for family in FAMILIES):
         return f"was compiled for {', '.join(FAMILIES)} only, not for {facts.device_kind!r}"
     if not facts.values["decode_only"]:

@@ -4,6 +4,8 @@ There is no silent fallback: a forced choice that cannot run is an error, and ru
 on an accelerator is logged with the reason why each kernel refused.
 """
 
+import functools
+import importlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -73,10 +75,13 @@ class Selection:
     forced: bool = False
 
 
+Loaded = tuple[Callable[..., Any], Callable[[Facts], str | None]]  # the function, its `refuses`
+
+
 @dataclass(frozen=True)
 class _Entry:
-    fn: Callable[..., Any]
-    refuses: Callable[[Facts], str | None]
+    load: Callable[[], Loaded]
+    platform: str | None = None  # the only one it is for; None: any
 
 
 @dataclass
@@ -98,16 +103,40 @@ class Registry:
         Implementations are asked in the order of registration, the reference last. What they trace
         lies in a named scope of the op's name, for profiles.
         """
+        loaded = jax.named_scope(op)(fn), refuses
+        self._add(op, implementation, _Entry(lambda: loaded))
+
+    def register_kernel(self, op: str, implementation: str, platform: str, function: str) -> None:
+        """Adds an implementation for one platform only, which no other pays the import of.
+
+        Args:
+            op: as for `register`.
+            implementation: as for `register`.
+            platform: tpu or gpu.
+            function: "module:function"; the module has the `refuses` of the function beside it.
+        """
+        module_name, _, name = function.partition(":")
+
+        @functools.cache
+        def load() -> Loaded:
+            module = importlib.import_module(module_name)
+            return jax.named_scope(op)(getattr(module, name)), module.refuses
+
+        self._add(op, implementation, _Entry(load, platform))
+
+    def _add(self, op: str, implementation: str, entry: _Entry) -> None:
         entries = self._entries.setdefault(op, {})
         if implementation in entries:
             raise ValueError(f"{op}: implementation {implementation!r} is already registered")
-        entries[implementation] = _Entry(jax.named_scope(op)(fn), refuses)
+        entries[implementation] = entry
 
-    def implementations(self, op: str) -> tuple[str, ...]:
-        """Names in the order asked, the reference last."""
+    def implementations(self, op: str, platform: str | None = None) -> tuple[str, ...]:
+        """Names in the order asked, the reference last: all of them, or those for a platform."""
         if op not in self._entries:
             raise ValueError(f"unknown op {op!r}; known: {', '.join(sorted(self._entries))}")
-        return tuple(sorted(self._entries[op], key=lambda name: name == REFERENCE))
+        entries = self._entries[op]
+        usable = (n for n in entries if not platform or entries[n].platform in (None, platform))
+        return tuple(sorted(usable, key=lambda name: name == REFERENCE))
 
     def select(self, op: str, facts: Facts, forced: str | None = None) -> Selection:
         """The first implementation that does not refuse `facts`, or the one forced, here or around.
@@ -115,19 +144,24 @@ class Registry:
         Raises:
             ValueError: unknown op or name, or no candidate can run; the message has the reasons.
         """
-        names = self.implementations(op)
+        known = self.implementations(op)
         forced = forced or _forced.get().get(op)
-        if forced is not None and forced not in names:
-            raise ValueError(f"{op}: unknown implementation {forced!r}; known: {', '.join(names)}")
+        if forced is not None and forced not in known:
+            raise ValueError(f"{op}: unknown implementation {forced!r}; known: {', '.join(known)}")
+        names = self.implementations(op, facts.platform) if forced is None else (forced,)
         refused: list[tuple[str, str]] = []
-        for name in names if forced is None else (forced,):
+        for name in names:
             entry = self._entries[op][name]
+            if entry.platform not in (None, facts.platform):
+                refused.append((name, f"is for {entry.platform}, not for {facts.platform}"))
+                continue
+            fn, refuses = entry.load()
             if facts.partitioned and name != REFERENCE:
                 reason = "XLA cannot cut a kernel over several devices"
             else:
-                reason = entry.refuses(facts)
+                reason = refuses(facts)
             if reason is None:
-                selection = Selection(op, facts, name, entry.fn, tuple(refused), forced is not None)
+                selection = Selection(op, facts, name, fn, tuple(refused), forced is not None)
                 self._record(selection)
                 return selection
             refused.append((name, reason))
@@ -194,13 +228,9 @@ def recording() -> Iterator[list[Selection]]:
         _recorder.reset(token)
 
 
-def forced(op: str) -> str | None:
-    """The implementation that `forcing` demands for `op`, if any."""
-    return _forced.get().get(op)
-
-
 _registry = Registry()
 register = _registry.register
+register_kernel = _registry.register_kernel
 implementations = _registry.implementations
 select = _registry.select
 report = _registry.report

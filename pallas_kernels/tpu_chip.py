@@ -40,8 +40,6 @@ def current() -> Chip:
 
 def refuses(facts: Facts) -> str | None:
     """Why no TPU kernel can be built for this device, or None."""
-    if facts.platform != "tpu":
-        return f"is for TPU, not for {facts.platform}"
     if facts.device_kind not in CHIPS:
         return f"knows no {facts.device_kind!r}; known: {', '.join(CHIPS)}"
     return None

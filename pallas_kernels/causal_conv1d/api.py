@@ -1,6 +1,5 @@
 """The call that layers make: checks shapes, selects an implementation, runs it."""
 
-import functools
 from typing import Literal
 
 import jax
@@ -11,8 +10,8 @@ from pallas_kernels.checks import check_rows, check_shapes
 from pallas_kernels.ragged import RaggedBatch
 
 OP = "causal_conv1d"
-TRITON_GPU = "triton_gpu"
 registry.register(OP, registry.REFERENCE, reference.causal_conv1d, registry.never)
+registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:causal_conv1d")
 
 
 def causal_conv1d(
@@ -50,23 +49,12 @@ def causal_conv1d(
         y [T, C] in the dtype of x (0 for padding tokens; summed in float32), and the new `state`.
     """
     _check(x, weight, bias, state, ragged, read_slots, write_slots, activation)
-    implementation = implementation or registry.forced(OP)
     facts = registry.Facts.of(
         x=x, weight=weight, bias=bias is not None, state=state, rows=ragged.num_rows_padded,
         decode_only=ragged.decode_only, activation=activation,
     )  # fmt: skip
-    if facts.platform == "gpu" or implementation == TRITON_GPU:
-        _register_triton_gpu()
     run = registry.select(OP, facts, implementation).fn
     return run(x, weight, bias, state, ragged, read_slots, write_slots, activation=activation)
-
-
-@functools.cache
-def _register_triton_gpu() -> None:
-    """On demand: no other platform should pay for the import of Pallas for GPUs."""
-    from pallas_kernels.causal_conv1d import triton_gpu
-
-    registry.register(OP, TRITON_GPU, triton_gpu.causal_conv1d, triton_gpu.refuses)
 
 
 def _check(

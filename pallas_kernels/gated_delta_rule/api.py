@@ -1,7 +1,5 @@
 """The call that layers make: checks shapes, selects an implementation, runs it."""
 
-import functools
-
 import jax
 
 from pallas_kernels import registry
@@ -10,9 +8,9 @@ from pallas_kernels.gated_delta_rule import reference
 from pallas_kernels.ragged import RaggedBatch
 
 OP = "gated_delta_rule"
-MOSAIC_TPU = "mosaic_tpu"
-TRITON_GPU = "triton_gpu"
 registry.register(OP, registry.REFERENCE, reference.gated_delta_rule, registry.never)
+registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:gated_delta_rule")
+registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:gated_delta_rule")
 
 
 def gated_delta_rule(
@@ -57,33 +55,12 @@ def gated_delta_rule(
         out [T, Hv, dv] in the dtype of v (0 for padding tokens), and the new `state`.
     """
     _check(q, k, v, g, beta, state, ragged, read_slots, write_slots)
-    implementation = implementation or registry.forced(OP)
     facts = registry.Facts.of(
         q=q, k=k, v=v, g=g, beta=beta, state=state, rows=ragged.num_rows_padded,
         decode_only=ragged.decode_only, l2norm=l2norm,
     )  # fmt: skip
-    if facts.platform == "tpu" or implementation == MOSAIC_TPU:
-        _register_mosaic_tpu()
-    if facts.platform == "gpu" or implementation == TRITON_GPU:
-        _register_triton_gpu()
     run = registry.select(OP, facts, implementation).fn
     return run(q, k, v, g, beta, state, ragged, read_slots, write_slots, scale=scale, l2norm=l2norm)
-
-
-@functools.cache
-def _register_mosaic_tpu() -> None:
-    """On demand: no other platform should pay for the import of Pallas for TPU."""
-    from pallas_kernels.gated_delta_rule import mosaic_tpu
-
-    registry.register(OP, MOSAIC_TPU, mosaic_tpu.gated_delta_rule, mosaic_tpu.refuses)
-
-
-@functools.cache
-def _register_triton_gpu() -> None:
-    """On demand, as above."""
-    from pallas_kernels.gated_delta_rule import triton_gpu
-
-    registry.register(OP, TRITON_GPU, triton_gpu.gated_delta_rule, triton_gpu.refuses)
 
 
 def _check(

@@ -1,7 +1,5 @@
 """The call that layers make: checks shapes, selects an implementation, runs it."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -11,9 +9,9 @@ from pallas_kernels.paged_attention import reference
 from pallas_kernels.ragged import RaggedBatch
 
 OP = "paged_attention"
-MOSAIC_TPU = "mosaic_tpu"
-TRITON_GPU = "triton_gpu"
 registry.register(OP, registry.REFERENCE, reference.paged_attention, registry.never)
+registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:paged_attention")
+registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:paged_attention")
 
 
 def pages_shape(
@@ -67,35 +65,14 @@ def paged_attention(
         out [T, N, H] in the dtype of q (0 for padding tokens; computed in float32), and `pages`.
     """
     _check(q, k, v, pages, table, ragged, window, softcap, sinks)
-    implementation = implementation or registry.forced(OP)
     facts = registry.Facts.of(
         q=q, k=k, v=v, pages=pages, table=table, decode_only=ragged.decode_only,
         window=window, softcap=softcap, sinks=sinks is not None,
     )  # fmt: skip
-    if facts.platform == "tpu" or implementation == MOSAIC_TPU:
-        _register_mosaic_tpu()
-    if facts.platform == "gpu" or implementation == TRITON_GPU:
-        _register_triton_gpu()
     run = registry.select(OP, facts, implementation).fn
     return run(
         q, k, v, pages, table, ragged, scale=scale, window=window, softcap=softcap, sinks=sinks
     )
-
-
-@functools.cache
-def _register_mosaic_tpu() -> None:
-    """On demand: no other platform should pay for the import of Pallas for TPU."""
-    from pallas_kernels.paged_attention import mosaic_tpu
-
-    registry.register(OP, MOSAIC_TPU, mosaic_tpu.paged_attention, mosaic_tpu.refuses)
-
-
-@functools.cache
-def _register_triton_gpu() -> None:
-    """On demand, as above."""
-    from pallas_kernels.paged_attention import triton_gpu
-
-    registry.register(OP, TRITON_GPU, triton_gpu.paged_attention, triton_gpu.refuses)
 
 
 def _check(

@@ -1,7 +1,5 @@
 """The calls that caches make: check shapes, select an implementation, run it."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -9,8 +7,8 @@ from pallas_kernels import registry
 from pallas_kernels.rows import reference
 
 OP = "rows"
-MOSAIC_TPU = "mosaic_tpu"
 registry.register(OP, registry.REFERENCE, reference.write, registry.never)
+registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:write")
 
 
 def copy_rows(
@@ -56,14 +54,4 @@ def _write(
             got = " and ".join(f"{x.dtype}{list(x.shape)}" for x in lists)
             raise ValueError(f"{OP}: rows must be lists of int32 of one length, got {got}")
     facts = registry.Facts.of(pool=pool, rows=targets, clear=sources is None)
-    if facts.platform == "tpu" or implementation == MOSAIC_TPU:
-        _register_mosaic_tpu()
     return registry.select(OP, facts, implementation).fn(pool, sources, targets)
-
-
-@functools.cache
-def _register_mosaic_tpu() -> None:
-    """On demand: no other platform should pay for the import of Pallas for TPU."""
-    from pallas_kernels.rows import mosaic_tpu
-
-    registry.register(OP, MOSAIC_TPU, mosaic_tpu.write, mosaic_tpu.refuses)

@@ -1,7 +1,5 @@
 """The call that layers make: checks shapes, selects an implementation, runs it."""
 
-import functools
-
 import jax
 
 from pallas_kernels import registry
@@ -10,9 +8,9 @@ from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.ssd import reference
 
 OP = "ssd"
-MOSAIC_TPU = "mosaic_tpu"
-TRITON_GPU = "triton_gpu"
 registry.register(OP, registry.REFERENCE, reference.ssd, registry.never)
+registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:ssd")
+registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:ssd")
 
 
 def ssd(
@@ -58,35 +56,14 @@ def ssd(
         y [T, H, P] in the dtype of x (0 for padding tokens), and the new `state`.
     """
     _check(x, dt, A, B, C, D, dt_bias, state, ragged, read_slots, write_slots, dt_limit)
-    implementation = implementation or registry.forced(OP)
     facts = registry.Facts.of(
         x=x, dt=dt, B=B, C=C, state=state, rows=ragged.num_rows_padded,
         decode_only=ragged.decode_only,
     )  # fmt: skip
-    if facts.platform == "tpu" or implementation == MOSAIC_TPU:
-        _register_mosaic_tpu()
-    if facts.platform == "gpu" or implementation == TRITON_GPU:
-        _register_triton_gpu()
     run = registry.select(OP, facts, implementation).fn
     return run(
         x, dt, A, B, C, D, dt_bias, state, ragged, read_slots, write_slots, dt_limit=dt_limit
     )
-
-
-@functools.cache
-def _register_mosaic_tpu() -> None:
-    """On demand: no other platform should pay for the import of Pallas for TPU."""
-    from pallas_kernels.ssd import mosaic_tpu
-
-    registry.register(OP, MOSAIC_TPU, mosaic_tpu.ssd, mosaic_tpu.refuses)
-
-
-@functools.cache
-def _register_triton_gpu() -> None:
-    """On demand, as above."""
-    from pallas_kernels.ssd import triton_gpu
-
-    registry.register(OP, TRITON_GPU, triton_gpu.ssd, triton_gpu.refuses)
 
 
 def _check(

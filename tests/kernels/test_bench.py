@@ -49,9 +49,9 @@ def test_operands_are_the_same_for_the_same_seed() -> None:
 def double(monkeypatch: pytest.MonkeyPatch) -> None:
     """`rows` with a second implementation and one that cannot run here, and no others."""
     entries = {
-        "again": registry._Entry(reference.write, registry.never),
-        "elsewhere": registry._Entry(reference.write, lambda facts: "is for Mars"),
-        registry.REFERENCE: registry._Entry(reference.write, registry.never),
+        "again": registry._Entry(lambda: (reference.write, registry.never)),
+        "elsewhere": registry._Entry(lambda: (reference.write, lambda facts: "is for Mars")),
+        registry.REFERENCE: registry._Entry(lambda: (reference.write, registry.never)),
     }
     monkeypatch.setitem(registry._registry._entries, "rows", entries)
 

@@ -73,7 +73,7 @@ def attention(case: Case, decode_only: bool):
         scale=case.head_dim**-0.5,
         window=case.window,
         softcap=case.softcap,
-        implementation=api.MOSAIC_TPU,
+        implementation="mosaic_tpu",
     )
 
     def run(q, k, v, pages, table, starts, lens, counts, sinks):
@@ -113,4 +113,4 @@ def test_the_registry_chooses_it_for_a_tpu() -> None:
     compiled = compile_for("v6e", run, arguments(case, ROWS), donate=(3,))
     check_in_place(compiled, arguments(case, ROWS)[3], KERNELS)
     chosen = [choice for choice in registry.report() if choice.op == api.OP]
-    assert chosen[-1].implementation == api.MOSAIC_TPU
+    assert chosen[-1].implementation == "mosaic_tpu"

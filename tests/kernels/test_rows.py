@@ -75,7 +75,6 @@ def facts(dtype: str, *shape: int, platform: str = "tpu") -> registry.Facts:
 @pytest.mark.parametrize(
     ("refused", "reason"),
     [
-        (facts("float32", *CASE["tiny"].shape, platform="cpu"), "is for TPU, not for cpu"),
         (facts("uint16", *CASE["tiny"].shape), "not uint16"),
         (facts("float32", 9, 128), "not (128,)"),
         (facts("float32", 9, 8, 64), "not (8, 64)"),

@@ -11,7 +11,6 @@ from pallas_kernels.registry import (
     ArrayFacts,
     Facts,
     Registry,
-    forced,
     forcing,
     never,
     partitioned,
@@ -99,6 +98,18 @@ def test_duplicates_are_refused(registry: Registry) -> None:
         registry.register("op", "fast", run, never)
 
 
+def test_a_kernel_is_imported_on_its_own_platform_only(registry: Registry) -> None:
+    """`json:dumps` stands for the kernel: a module without `refuses`, as the import would show."""
+    registry.register_kernel("op", "kernel", "tpu", "json:dumps")
+    assert registry.implementations("op") == ("fast", "kernel", "reference")
+    assert registry.implementations("op", "gpu") == ("fast", "reference")
+    assert registry.select("op", facts(9, "gpu")).refused == (("fast", "x is wider than 8"),)
+    with pytest.raises(ValueError, match="on test gpu: kernel: is for tpu, not for gpu"):
+        registry.select("op", facts(8, "gpu"), forced="kernel")
+    with pytest.raises(AttributeError, match="refuses"):
+        registry.select("op", facts(9, "tpu"))
+
+
 @pytest.mark.parametrize("device", ["tpu", "gpu"])
 def test_fallback_on_an_accelerator_is_logged(
     registry: Registry, device: str, caplog: pytest.LogCaptureFixture
@@ -131,20 +142,14 @@ def test_kernels_refuse_code_that_is_cut_over_devices() -> None:
 def test_forcing_names_an_op_that_exists_and_is_undone() -> None:
     from pallas_kernels.causal_conv1d import api
 
-    with forcing({api.OP: "some"}):
-        assert forced(api.OP) == "some" and forced("other") is None
+    with forcing({api.OP: "nonsense"}):
+        with pytest.raises(ValueError, match="unknown implementation 'nonsense'"):
+            select(api.OP, facts(8))
         with forcing({}):
-            assert forced(api.OP) is None
-    assert forced(api.OP) is None
+            assert select(api.OP, facts(8)).implementation == "reference"
+    assert select(api.OP, facts(8)).implementation == "reference"
     with pytest.raises(ValueError, match="unknown op 'other'; known: .*causal_conv1d"):
         forcing({"other": "some"}).__enter__()
-
-
-def test_forcing_reaches_every_op() -> None:
-    from pallas_kernels.gla import api
-
-    with forcing({api.OP: "nonsense"}), pytest.raises(ValueError, match="'nonsense'; known: ref"):
-        select(api.OP, facts(8))
 
 
 def test_recording_counts_choices_and_keeps_them_out_of_the_report(registry: Registry) -> None:
