@@ -1,10 +1,14 @@
 """Times the implementations of an op on its cases, on the device at hand.
 
     python -m pallas_kernels.bench gated_delta_rule --case qwen35_9b --rows 16 --json figures.json
+    python -m pallas_kernels.bench gated_delta_rule --case qwen35_9b --rows 16 --tune
 
 Every implementation that can run a case here is compiled and run first. Then they take turns, so
 that a drift of the machine meets all of them: medians and ranges over the rounds, and the ratio to
 the reference as the median of the ratios within rounds. Pools are donated, as in an engine's step.
+
+`--tune` times the block sizes that the chosen kernels can have instead, in the same way, and keeps
+the best for this kind of device (`pallas_kernels/tuning.py`).
 """
 
 import argparse
@@ -18,10 +22,11 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import platform, registry
+from pallas_kernels import platform, registry, tuning
 from pallas_kernels.bench_operands import OPS, Batch, Call, cases_of, make_call
 
 SAMPLE_SECONDS = 0.02  # a sample is as many calls as take about so long
+WORTH = 0.02  # what a tuned size must gain: less is noise
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,17 @@ def time_op(
     Raises:
         ValueError: an op or case is unknown, or a number is too small.
     """
+    return [
+        timing
+        for case, batch in _wanted(op, cases, rows, context, tokens, rounds)
+        for timing in _time_case(op, case, batch, rounds, clock)
+    ]
+
+
+def _wanted(
+    op: str, cases: Sequence[str], rows: int, context: int, tokens: int, rounds: int
+) -> list[tuple[Any, Batch]]:
+    """The cases and batches to time; raises what `time_op` says."""
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; known: {', '.join(sorted(OPS))}")
     known = {case.name: case for case in cases_of(op)}
@@ -89,12 +105,8 @@ def time_op(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}; use 1 or more")
     decode, prefill = batches(rows, context, tokens)
-    return [
-        timing
-        for name in cases or known
-        for batch in ((decode,) if op == "rows" else (decode, prefill))
-        for timing in _time_case(op, known[name], batch, rounds, clock)
-    ]
+    found = (decode,) if op == "rows" else (decode, prefill)
+    return [(known[name], batch) for name in cases or known for batch in found]
 
 
 def _time_case(
@@ -113,11 +125,7 @@ def _time_case(
             samplers[name] = _Sampler(call, name, clock)
         except ValueError as error:  # what the registry raises for one that cannot run
             refused[name] = str(error)
-    seconds: dict[str, list[float]] = {name: [] for name in samplers}
-    for turn in range(rounds):
-        order = list(samplers) if turn % 2 else list(reversed(samplers))
-        for name in order:
-            seconds[name].append(samplers[name].sample())
+    seconds = _take_turns(samplers, rounds)
     base = seconds.get(registry.REFERENCE)
     timings = []
     for name in implementations:
@@ -131,10 +139,71 @@ def _time_case(
     return timings
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """A block size of the chosen kernel on one case and batch; seconds of a call by size."""
+
+    key: str  # of `tuning.pick`
+    case: str
+    batch: Batch
+    seconds: dict[int, float]  # medians
+    default: int
+    size: int  # what is to be used
+
+    def entry(self) -> dict[str, Any]:
+        """For the file of tuned sizes."""
+        return {"size": self.size, "seconds": self.seconds, "jax": jax.__version__}
+
+
+def tune_op(
+    op: str,
+    *,
+    cases: Sequence[str] = (),
+    rows: int = 16,
+    context: int = 1024,
+    tokens: int = 512,
+    rounds: int = 7,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Tuned]:
+    """Times the block sizes of what the registry chooses, one parameter at a time.
+
+    Arguments and errors are those of `time_op`. A size other than the kernel's own is used only if
+    it is faster by `WORTH`. Kernels without such parameters give nothing.
+    """
+    found: dict[str, Tuned] = {}
+    for case, batch in _wanted(op, cases, rows, context, tokens, rounds):
+        call = make_call(op, case, batch)
+        with tuning.asking() as questions:
+            jax.eval_shape(call.run, call.pool, **call.operands)
+        for key, (candidates, default) in questions.items():
+            if key in found or len(candidates) < 2:
+                continue
+            samplers = {}
+            for size in candidates:
+                with tuning.trying({key: size}):
+                    samplers[size] = _Sampler(call, None, clock)
+            taken = _take_turns(samplers, rounds)
+            medians = {size: statistics.median(times) for size, times in taken.items()}
+            best = min(medians, key=medians.__getitem__)
+            size = best if medians[best] < (1 - WORTH) * medians[default] else default
+            found[key] = Tuned(key, case.name, batch, medians, default, size)
+    return list(found.values())
+
+
+def _take_turns(samplers: dict[Any, "_Sampler"], rounds: int) -> dict[Any, list[float]]:
+    """Seconds of a call in each round, of each."""
+    seconds: dict[Any, list[float]] = {name: [] for name in samplers}
+    for turn in range(rounds):
+        order = list(samplers) if turn % 2 else list(reversed(samplers))
+        for name in order:
+            seconds[name].append(samplers[name].sample())
+    return seconds
+
+
 class _Sampler:
     """One implementation, compiled and warm, with a pool of its own."""
 
-    def __init__(self, call: Call, implementation: str, clock: Callable[[], float]) -> None:
+    def __init__(self, call: Call, implementation: str | None, clock: Callable[[], float]) -> None:
         def run(pool: jax.Array, operands: dict[str, Any]) -> tuple[Any, jax.Array]:
             return call.run(pool, **operands, implementation=implementation)
 
@@ -200,19 +269,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of the prefill batch")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", default="", help="file for the figures; -: stdout")
+    parser.add_argument("--tune", action="store_true", help="time block sizes, keep the best")
     args = parser.parse_args()
+    if args.tune and args.json:
+        parser.exit(2, "bench: --tune writes its figures where kernels look; leave out --json\n")
     target = Path(args.json)
     if target.is_dir() != (args.json == "") or not target.parent.is_dir():
         parser.exit(2, f"bench: --json {args.json!r} is no file in an existing directory\n")
+    options = {name: getattr(args, name) for name in ("rows", "context", "tokens", "rounds")}
     try:
-        timings = time_op(
-            args.op,
-            cases=args.case,
-            rows=args.rows,
-            context=args.context,
-            tokens=args.tokens,
-            rounds=args.rounds,
-        )
+        if args.tune:
+            _tune(args.op, cases=args.case, **options)
+            return
+        timings = time_op(args.op, cases=args.case, **options)
     except ValueError as error:
         parser.exit(2, f"bench: {error}\n")
     text = json.dumps(timing_report(timings), indent=2)
@@ -221,8 +290,26 @@ def main() -> None:
         return
     if args.json:
         target.write_text(text + "\n")
-    rows = [TIMING_HEADER, *timing_lines(timings)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(TIMING_HEADER))]
+    _print_table([TIMING_HEADER, *timing_lines(timings)])
+
+
+def _tune(op: str, **options: Any) -> None:
+    """Tunes, keeps what was found and says where."""
+    kind = platform.current().kind
+    tuned = tune_op(op, **options)
+    if not tuned:
+        raise ValueError(f"what runs {op} on {kind} has no block sizes to tune for these cases")
+    path = tuning.write(kind, {x.key: x.entry() for x in tuned})
+    rows = [("block size", "case", "ms by size", "own rule", "kept")]
+    for x in tuned:
+        times = ", ".join(f"{size}: {1e3 * s:.3f}" for size, s in x.seconds.items())
+        rows.append((x.key, x.case, times, str(x.default), str(x.size)))
+    _print_table(rows)
+    print(f"written to {path}")
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,5 +1,6 @@
 """What Triton kernels must know of the GPU: that its compiler takes them, and how much fills it."""
 
+from pallas_kernels import tuning
 from pallas_kernels.registry import Facts
 
 FAMILIES = ("A100", "H100", "H200", "B200")  # words of the device kind; GH200 and GB200 have one
@@ -28,7 +29,13 @@ def refuses_state(channels: int) -> str | None:
     return f"columns of {channels} values are above {most}" if channels > most else None
 
 
-def state_columns(channels: int, columns: int) -> int:
+def state_columns(op: str, channels: int, columns: int) -> int:
     """Columns of a state [channels, columns] that a program holds: a power of two."""
     most = STATE_TILE // power_of_two(channels)
-    return min(most, max(power_of_two(columns), MIN_COLUMNS), MAX_COLUMNS)
+    default = min(most, max(power_of_two(columns), MIN_COLUMNS), MAX_COLUMNS)
+    return tuning.pick(f"{op}.columns", (channels, columns), powers(MIN_COLUMNS, most), default)
+
+
+def powers(least: int, most: int) -> tuple[int, ...]:
+    """The powers of two from `least`, which is one, to `most`."""
+    return tuple(1 << n for n in range(least.bit_length() - 1, most.bit_length()))

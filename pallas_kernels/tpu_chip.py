@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from pallas_kernels import platform as platform_
+from pallas_kernels import tuning
 from pallas_kernels.registry import Facts
 
 MIB = 1 << 20
@@ -54,25 +55,34 @@ def refuses_dtypes(facts: Facts, *names: str) -> str | None:
     return None
 
 
-def decode_heads(k_heads: int, v_heads: int, state_bytes: int, chip: Chip) -> int | None:
+def decode_heads(op: str, k_heads: int, v_heads: int, state_bytes: int, chip: Chip) -> int | None:
     """Value heads per grid step of decode, whose pipeline holds four blocks of states.
 
     `state_bytes` is the state of one head. Larger blocks hide more of a transfer's latency; 2 MiB
     are enough. None: not even one head fits.
     """
     most = min(chip.vmem_limit // 8, 2 * MIB) // state_bytes
-    return head_block(k_heads, v_heads, most, chip)
+    shape = k_heads, v_heads, state_bytes
+    return head_block(f"{op}.decode_heads", shape, most, chip)
 
 
-def head_block(k_heads: int, v_heads: int, most: int, chip: Chip) -> int | None:
-    """The largest block of at most `most` value heads, one for each core at least.
+def head_block(name: str, shape: tuple[int, ...], most: int, chip: Chip) -> int | None:
+    """Value heads per grid step: what was tuned, else the largest block that fits.
 
-    A block holds all value heads of some key heads, or a part of those of one. None: not even one
-    head fits.
+    A block holds all value heads of some key heads, or a part of those of one; at most `most`, and
+    so few that each core has one. None: not even one head fits.
+
+    Args:
+        name: what the size is of, for `tuning.pick`.
+        shape: key heads, value heads, and what else the best size depends on.
+        most: value heads.
+        chip: with cores and vector memory.
     """
+    k_heads, v_heads = shape[:2]
     group = v_heads // k_heads
     whole = [n * group for n in range(1, k_heads + 1) if k_heads % n == 0]
     parts = [n for n in range(1, group) if group % n == 0]
     fitting = [block for block in (*whole, *parts) if block <= most]
     split = [block for block in fitting if v_heads // block >= chip.cores]
-    return max(split or fitting, default=None)
+    usable = split or fitting
+    return tuning.pick(name, shape, usable, max(usable)) if usable else None

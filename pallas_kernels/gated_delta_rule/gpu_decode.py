@@ -44,7 +44,7 @@ def decode(
     """
     v = tokens[2]
     _, heads, dk, dv = state.shape
-    columns = gpu_chip.state_columns(dk, dv)
+    columns = gpu_chip.state_columns("gated_delta_rule", dk, dv)
     operands = (*tokens, ragged.seq_lens, ragged.counts, *slots, state)
     out, state = pl.pallas_call(
         functools.partial(_kernel, columns=columns, scale=scale, l2norm=l2norm),

@@ -77,7 +77,7 @@ def refuses(facts: Facts) -> str | None:
 def decode_heads(q: Operand, state: Operand, chip: Chip) -> int | None:
     """Value heads per grid step of decode, for q [T, Hk, dk] and state [slots, Hv, dk, dv]."""
     _, heads, dk, dv = state.shape
-    return tpu_chip.decode_heads(q.shape[1], heads, 4 * dk * dv, chip)
+    return tpu_chip.decode_heads("gated_delta_rule", q.shape[1], heads, 4 * dk * dv, chip)
 
 
 def prefill_heads(q: Operand, state: Operand, itemsize: int, chip: Chip) -> int | None:
@@ -89,4 +89,5 @@ def prefill_heads(q: Operand, state: Operand, itemsize: int, chip: Chip) -> int 
     _, heads, dk, dv = state.shape
     per_head = 20 * tpu_rows.CHUNK * (dk + dv) * itemsize
     most = min(chip.vmem_limit // per_head, 32 // itemsize)
-    return tpu_chip.head_block(q.shape[1], heads, most, chip)
+    shape = q.shape[1], heads, dk, dv, itemsize
+    return tpu_chip.head_block("gated_delta_rule.prefill_heads", shape, most, chip)

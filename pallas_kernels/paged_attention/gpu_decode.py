@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import gpu_chip, storage
+from pallas_kernels import gpu_chip, storage, tuning
 from pallas_kernels.paged_attention.reference import LOWEST, Options
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import ArrayFacts
@@ -51,18 +51,17 @@ class Tiles(NamedTuple):
         kv_heads = pages.shape[2] // 2
         dim = max(gpu_chip.power_of_two(head_dim), TILE)
         token = 2 * dim * jnp.dtype(q.dtype).itemsize  # what pages hold is converted
-        block = max(min(BLOCK_TOKENS, BLOCK_BYTES // token), TILE)
         context = min(width * pages.shape[1], window or width * pages.shape[1])
+        shape = rows, heads, kv_heads, head_dim, context
+        most = max(min(BLOCK_TOKENS, BLOCK_BYTES // token), TILE)
+        sizes = gpu_chip.powers(TILE, most)
+        block = tuning.pick("paged_attention.block", shape, sizes, sizes[-1])
+        most = min(gpu_chip.power_of_two(-(-context // (2 * block))), MAX_PARTS)
         wanted = gpu_chip.power_of_two(-(-gpu_chip.PROGRAMS // (rows * kv_heads)))
-        most = gpu_chip.power_of_two(-(-context // (2 * block)))
+        sizes = gpu_chip.powers(1, most)
+        parts = tuning.pick("paged_attention.parts", shape, sizes, min(wanted, most))
         group = heads // kv_heads
-        return cls(
-            group,
-            max(gpu_chip.power_of_two(group), TILE),
-            dim,
-            block,
-            min(wanted, most, MAX_PARTS),
-        )
+        return cls(group, max(gpu_chip.power_of_two(group), TILE), dim, block, parts)
 
 
 def decode(

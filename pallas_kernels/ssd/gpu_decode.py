@@ -44,7 +44,7 @@ def decode(
         y [S, H, P], 0 for padding rows, and the new `state`.
     """
     rows, heads, width = x.shape
-    columns = gpu_chip.state_columns(state.shape[1], width)
+    columns = gpu_chip.state_columns("ssd", state.shape[1], width)
     weights = (A,) if D is None else (A, D)
     operands = (x, dt, B, C, ragged.seq_lens, ragged.counts, *slots, *weights, state)
     y, state = pl.pallas_call(

@@ -83,7 +83,7 @@ def decode_heads(x: Operand, B: Operand, chip: Chip) -> int | None:
     _, heads, width = x.shape
     sharing = LANES // width  # heads that share a vector of lanes stay together
     state = 4 * LANES * B.shape[2]
-    vectors = tpu_chip.decode_heads(B.shape[1], heads // sharing, state, chip)
+    vectors = tpu_chip.decode_heads("ssd", B.shape[1], heads // sharing, state, chip)
     return None if vectors is None else vectors * sharing
 
 
@@ -96,5 +96,6 @@ def prefill_heads(x: Operand, B: Operand, chip: Chip) -> int | None:
     sharing, itemsize = LANES // width, jnp.dtype(x.dtype).itemsize
     each = 10 * tpu_rows.CHUNK * (sharing * LANES + B.shape[2]) * itemsize
     most = min(chip.vmem_limit // each, 32 // itemsize)
-    vectors = tpu_chip.head_block(B.shape[1], heads // sharing, most, chip)
+    shape = B.shape[1], heads // sharing, B.shape[2], itemsize
+    vectors = tpu_chip.head_block("ssd.prefill_heads", shape, most, chip)
     return None if vectors is None else vectors * sharing

@@ -98,7 +98,6 @@ def test_refusals_have_reasons() -> None:
     for case in CASES:
         assert triton_gpu.refuses(facts(case)) is None
     for refused, reason in (
-        (facts(SMALL[0], name="tpu"), "for GPUs, not for tpu"),
         (facts(SMALL[0], "Tesla V100-SXM2-16GB"), "not for 'Tesla V100-SXM2-16GB'"),
         (facts(SMALL[0], decode_only=False), "prefill"),
         (facts(Case("large", 1, 1, 1024, 64)), "1024 values are above 512"),

@@ -205,7 +205,6 @@ def test_refusals_have_reasons() -> None:
     half = jax.ShapeDtypeStruct((8, 16, 128), jnp.dtype("float16"))
     large = Case("large", 1, 1, 1024, 1024)
     for refused, reason in (
-        (facts(case, name="gpu"), "for TPU, not for gpu"),
         (facts(case, "TPU v3"), "knows no 'TPU v3'"),
         (facts(case, q=half), "not bfloat16, float16"),
         (facts(CASE["kimi_linear_48b"]), "one decay per head"),

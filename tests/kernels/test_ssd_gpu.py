@@ -79,7 +79,6 @@ def test_refusals_have_reasons() -> None:
     for case in CASES:
         assert triton_gpu.refuses(facts(case)) is None
     for refused, reason in (
-        (facts(SMALL[0], name="tpu"), "for GPUs, not for tpu"),
         (facts(SMALL[0], "NVIDIA A10"), "not for 'NVIDIA A10'"),
         (facts(SMALL[0], decode_only=False), "prefill"),
         (facts(Case("large", 1, 64, 1, 1024)), "1024 values are above 512"),

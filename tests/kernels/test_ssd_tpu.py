@@ -119,7 +119,6 @@ def test_refusals_have_reasons() -> None:
         assert mosaic_tpu.refuses(facts(case, kind)) is None
     half = jax.ShapeDtypeStruct((8, 8, 128), jnp.dtype("float16"))
     for refused, reason in (
-        (facts(case, name="gpu"), "for TPU, not for gpu"),
         (facts(case, "TPU v3"), "knows no 'TPU v3'"),
         (facts(case, B=half), "not bfloat16, float16"),
         (facts(CASE["tiny"]), "not 12, 8, 2 heads"),

@@ -1,0 +1,120 @@
+"""Block sizes that were tuned: kernels ask for them while they are traced.
+
+`pick` answers with what is being tried, else with what was tuned for this kind of device and these
+shapes, else with the kernel's own rule. What was tuned lies in JSON files, one per device kind: in
+`pallas_kernels/tuned`, and in the user's cache directory, which goes first and which
+`python -m pallas_kernels.bench OP --tune` writes.
+"""
+
+import functools
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from pallas_kernels import platform
+
+PACKAGED = Path(__file__).parent / "tuned"
+
+logger = logging.getLogger(__name__)
+
+_trial: ContextVar[Mapping[str, int]] = ContextVar("trial", default=MappingProxyType({}))
+_asked: ContextVar["dict[str, Question] | None"] = ContextVar("asked", default=None)
+
+
+class Question(NamedTuple):
+    """A block size that a kernel asked for."""
+
+    candidates: tuple[int, ...]
+    default: int
+
+
+def pick(name: str, shape: Sequence[int], candidates: Sequence[int], default: int) -> int:
+    """The size to use, one of `candidates`.
+
+    Args:
+        name: op and parameter, such as "gated_delta_rule.decode_heads".
+        shape: everything that the best size depends on, besides the device.
+        candidates: sizes that work.
+        default: the kernel's own rule, one of them.
+    """
+    key = f"{name} {'x'.join(map(str, shape))}"
+    asked = _asked.get()
+    if asked is not None:
+        asked[key] = Question(tuple(candidates), default)
+    size = _trial.get().get(key)
+    if size is None:
+        size = _tuned(platform.current().kind).get(key)
+    if size is None:
+        return default
+    if size not in candidates:
+        logger.warning("%s: the tuned size %s is none of %s; %s", key, size, candidates, default)
+        return default
+    return size
+
+
+@contextmanager
+def asking() -> Iterator[dict[str, Question]]:
+    """Collects what kernels ask for within, by key."""
+    asked: dict[str, Question] = {}
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+@contextmanager
+def trying(sizes: Mapping[str, int]) -> Iterator[None]:
+    """Makes `pick` answer with `sizes`, by key. Trace a fresh function inside the context."""
+    token = _trial.set(sizes)
+    try:
+        yield
+    finally:
+        _trial.reset(token)
+
+
+def user_directory() -> Path:
+    """Where `write` puts what was tuned here: hybrid-jax/tuned in the user's cache directory."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "hybrid-jax" / "tuned"
+
+
+def file_name(device_kind: str) -> str:
+    """Of the file of a device kind: "TPU v6 lite" has tpu_v6_lite.json."""
+    return device_kind.lower().replace(" ", "_").replace("/", "_") + ".json"
+
+
+def write(device_kind: str, entries: Mapping[str, Mapping[str, Any]]) -> Path:
+    """Adds entries to the user's file of a device kind and returns its path.
+
+    Each has "size", and whatever says how it was found.
+    """
+    path = user_directory() / file_name(device_kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = _read(path) | dict(entries)
+    text = json.dumps({"device_kind": device_kind, "sizes": merged}, indent=2, sort_keys=True)
+    path.write_text(text + "\n")
+    _tuned.cache_clear()
+    return path
+
+
+@functools.cache
+def _tuned(device_kind: str) -> Mapping[str, int]:
+    name = file_name(device_kind)
+    entries = _read(PACKAGED / name) | _read(user_directory() / name)
+    return {key: entry["size"] for key, entry in entries.items()}
+
+
+def _read(path: Path) -> dict[str, Mapping[str, Any]]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text())["sizes"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no file of tuned sizes ({error!r}); remove it") from error

@@ -1,0 +1,151 @@
+"""Tuned block sizes: who is asked in which order, what the files hold, and what the tuner keeps."""
+
+import itertools
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from pallas_kernels import bench, platform, registry, tuning
+from pallas_kernels.gla import reference
+from pallas_kernels.tpu_chip import CHIPS, head_block
+
+KIND = "TPU v6 lite"
+KEY = "op.size 4x8"
+
+
+@pytest.fixture(autouse=True)
+def own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Files of tuned sizes of this test alone: packaged and the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "PACKAGED", tmp_path / "packaged")
+    tuning._tuned.cache_clear()
+    yield tmp_path
+    tuning._tuned.cache_clear()
+
+
+def pick() -> int:
+    with platform.target("tpu", KIND):
+        return tuning.pick("op.size", (4, 8), (1, 2, 4), 4)
+
+
+def test_the_order_of_answers(own_files: Path) -> None:
+    assert pick() == 4  # the kernel's own rule
+    packaged = own_files / "packaged" / tuning.file_name(KIND)
+    packaged.parent.mkdir()
+    packaged.write_text(json.dumps({"sizes": {KEY: {"size": 2}, "op.size 1": {"size": 9}}}))
+    tuning._tuned.cache_clear()
+    assert pick() == 2
+    tuning.write(KIND, {KEY: {"size": 1}})
+    assert pick() == 1
+    with tuning.trying({KEY: 4}):
+        assert pick() == 4
+    assert pick() == 1
+    with platform.target("tpu", "TPU v4"):
+        assert tuning.pick("op.size", (4, 8), (1, 2, 4), 4) == 4  # nothing is known of this one
+
+
+def test_a_size_that_does_not_work_any_more_is_left_aside(caplog: pytest.LogCaptureFixture) -> None:
+    tuning.write(KIND, {KEY: {"size": 3}})
+    with caplog.at_level(logging.WARNING):
+        assert pick() == 4
+    assert "op.size 4x8: the tuned size 3 is none of (1, 2, 4)" in caplog.text
+
+
+def test_writing_keeps_what_others_wrote_and_damage_is_named(own_files: Path) -> None:
+    tuning.write(KIND, {KEY: {"size": 1}})
+    path = tuning.write(KIND, {"op.other 3": {"size": 7}})
+    assert path == own_files / "cache/hybrid-jax/tuned/tpu_v6_lite.json"
+    assert set(json.loads(path.read_text())["sizes"]) == {KEY, "op.other 3"}
+    path.write_text("{")
+    tuning._tuned.cache_clear()
+    with pytest.raises(ValueError, match=r"tpu_v6_lite.json is no file of tuned sizes .*remove"):
+        pick()
+
+
+def test_kernels_ask(own_files: Path) -> None:
+    """Head blocks on a TPU: whole groups of heads, or parts of one."""
+    with platform.target("tpu", KIND), tuning.asking() as questions:
+        assert head_block("op.heads", (2, 8, 128), 8, CHIPS[KIND]) == 8
+        with tuning.trying({"op.heads 2x8x128": 2}):
+            assert head_block("op.heads", (2, 8, 128), 8, CHIPS[KIND]) == 2
+    assert questions == {"op.heads 2x8x128": ((4, 8, 1, 2), 8)}
+
+
+@pytest.fixture
+def sized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """`gla` with one implementation, which asks for a size: those it was traced with."""
+    traced: list[int] = []
+
+    def run(q: jax.Array, *arguments: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        traced.append(tuning.pick("gla.size", q.shape[1:], (1, 2, 4), 4))
+        return reference.gla(q, *arguments, **options)
+
+    entry = registry._Entry(lambda: (run, registry.never))
+    monkeypatch.setitem(registry._registry._entries, "gla", {registry.REFERENCE: entry})
+    return traced
+
+
+def slower_by_size(traced: list[int], factors: dict[int, float]) -> Callable[[], float]:
+    """A clock that goes on by what the size costs that was sampled last.
+
+    Sizes are sampled in the order of the candidates, then in turns: reversed, in order, ...
+    """
+    order = itertools.chain(*([size] * 4 for size in (1, 2, 4)))  # compiling, then one sample
+    turns = itertools.cycle((4, 4, 2, 2, 1, 1, 1, 1, 2, 2, 4, 4))
+    now = 0.0
+    odd = True
+
+    def clock() -> float:
+        nonlocal now, odd
+        odd = not odd
+        size = next(order, None) or next(turns)
+        now += factors[size] if odd else 0.0
+        return now
+
+    return clock
+
+
+@pytest.mark.parametrize(("factors", "kept"), [((3.0, 1.0, 2.0), 2), ((3.0, 1.99, 2.0), 4)])
+def test_the_tuner_keeps_what_is_faster_by_more_than_noise(
+    sized: list[int], factors: tuple[float, ...], kept: int
+) -> None:
+    cost = dict(zip((1, 2, 4), factors, strict=True))
+    options = {"cases": ["tiny"], "rows": 2, "context": 3, "tokens": 3, "rounds": 2}
+    (tuned,) = bench.tune_op("gla", clock=slower_by_size(sized, cost), **options)
+    assert set(sized) == {1, 2, 4} and tuned.default == 4
+    assert tuned.seconds == pytest.approx(cost) and tuned.size == kept
+    assert tuned.entry()["size"] == kept and tuned.key == "gla.size 2x8"
+
+
+def test_the_command(own_files: Path) -> None:
+    """No implementation that runs on a CPU has sizes to tune."""
+    command = [sys.executable, "-m", "pallas_kernels.bench", "gla", "--case", "tiny", "--tune"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "what runs gla on cpu has no block sizes" in done.stderr
+    assert done.stderr.count("\n") == 1
+    done = subprocess.run([*command, "--json", "-"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "leave out --json" in done.stderr
+
+
+def test_what_the_command_writes_is_used(
+    sized: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost = {1: 1.0, 2: 2.0, 4: 2.0}
+    tune = bench.tune_op
+    clocked = lambda op, **options: tune(op, clock=slower_by_size(sized, cost), **options)  # noqa: E731
+    monkeypatch.setattr(bench, "tune_op", clocked)
+    options = ["--case", "tiny", "--rows", "2", "--context", "3", "--tokens", "3", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", ["bench", "gla", *options, "--tune"])
+    bench.main()
+    assert "1: 1000.000, 2: 2000.000, 4: 2000.000" in capsys.readouterr().out
+    kind = platform.current().kind
+    entries = json.loads((tuning.user_directory() / tuning.file_name(kind)).read_text())["sizes"]
+    assert entries["gla.size 2x8"]["size"] == 1
+    assert tuning.pick("gla.size", (2, 8), (1, 2, 4), 4) == 1
