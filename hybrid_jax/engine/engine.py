@@ -248,14 +248,15 @@ class Engine:
     def _take(self, row: LaunchedRow, samples: list[Sample]) -> None:
         """Appends what a row sampled, up to the end of its sequence; commits what it computed."""
         sequence, taken, end = row.sequence, 0, None
+        drafts = row.drafts or []
         if row.drafts is not None:
-            self._speculation.verified(sequence, row.drafts)
+            self._speculation.verified(sequence, drafts)
         for sample in samples if row.samples else ():
             if not sample.finite:
                 self._quarantine(sequence, _non_finite(sequence))
                 return
-            if taken:
-                self._speculation.accepted(sequence)
+            if sample.usable and sample.token in drafts[taken : taken + 1]:
+                self._speculation.accepted(sequence)  # the event may tell its number
             taken += 1
             event = self._append(sequence, sample)
             if event is None:

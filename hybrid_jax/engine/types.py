@@ -271,7 +271,8 @@ class SwapStats:
 class SpeculationStats:
     """How well guesses went so far, of all sequences."""
 
-    num_verified: int  # steps of a sequence; each brought one token and those accepted
+    num_verified: int  # steps of a sequence; one token each came on top of those accepted, unless
+    # an accepted one was the sequence's last
     draft_tokens: int  # guesses verified
     accepted_tokens: int  # those of them that were right and became output
 

@@ -24,6 +24,7 @@ from tests.helpers.engine_checks import (
     small_config,
 )
 from tests.helpers.fake_runner import FULL, STATE, FakeRunner, window
+from tests.helpers.guesses import Scripted
 
 STACKS = (
     (FULL,),
@@ -46,6 +47,7 @@ def traffic(draw: Any) -> dict[str, Any]:
         max_num_batched_tokens=draw(st.sampled_from([4, 7, 16, 64])),
         page_size=page,
         run_ahead=draw(st.booleans()),
+        num_speculative_tokens=draw(st.sampled_from([0, 0, 1, 3])),
     )
     requests = []
     for i in range(draw(st.integers(1, 8))):
@@ -70,6 +72,7 @@ def traffic(draw: Any) -> dict[str, Any]:
         "spare": draw(st.sampled_from([0, 0, 1, 3, 40])),
         "requests": requests,
         "chunks": draw(st.one_of(st.none(), st.integers(0, 2**20))),
+        "right": draw(st.sampled_from([0.0, 0.6, 1.0])),
     }
 
 
@@ -78,9 +81,9 @@ def pool_sizes(specs: tuple[Any, ...], config: EngineConfig, spare: int, longest
     counts = []
     for spec in specs:
         if isinstance(spec, StateSpec):
-            counts.append(min(config.max_num_seqs, 1 + spare) + 1)
+            counts.append(min(config.max_num_seqs, 1 + spare) * config.tokens_per_decode + 1)
             continue
-        pages = pages_for(longest, config.page_size)
+        pages = pages_for(longest + config.num_speculative_tokens, config.page_size)
         if isinstance(spec, WindowSpec):
             pages = min(pages, table_width(spec, config))
         counts.append(pages + spare + 1)
@@ -100,6 +103,7 @@ def test_any_traffic_gives_the_tokens_of_the_oracle(case: dict[str, Any]) -> Non
     resolved = FakeRunner((STATE,), (2,), config).config
     runner = FakeRunner(specs, pool_sizes(specs, resolved, case["spare"], longest), config)
     engine = Engine(runner, None)
+    engine._speculation.drafter = drafter_of(requests, specs, case["right"])
     if case["chunks"] is not None:
         chunks = random.Random(case["chunks"])
         engine._scheduler.chunk_limit = lambda sequence, remaining: chunks.randint(1, 9)
@@ -129,6 +133,7 @@ def test_pressure_and_interrupts_change_no_token(seed: int) -> None:
         max_num_batched_tokens=rng.choice([4, 8, 32]),
         page_size=rng.choice([1, 2, 3, 4]),
         run_ahead=rng.random() < 0.7,
+        num_speculative_tokens=rng.choice([0, 0, 2]),
     )
     requests = []
     for i in range(rng.randint(3, 8)):
@@ -141,6 +146,7 @@ def test_pressure_and_interrupts_change_no_token(seed: int) -> None:
     counts = pool_sizes(specs, resolved, rng.choice([0, 1, 2, 5]), longest)
     runner = FakeRunner(specs, counts, config)
     engine = Engine(runner, None)
+    engine._speculation.drafter = drafter_of(requests, specs, rng.choice([0.5, 1.0]))
     if rng.random() < 0.6:
         engine._scheduler.chunk_limit = lambda sequence, remaining: rng.randint(1, 5)
     interrupts = rng.choice([0.0, 0.0, 0.1])
@@ -161,17 +167,30 @@ def test_pressure_and_interrupts_change_no_token(seed: int) -> None:
     assert_baseline(engine, runner)
 
 
+def completions(request: Request, specs: Any) -> list[list[int]]:
+    """What the oracle says of each completion."""
+    params = request.params
+    return [
+        expected_tokens(request, specs, seed=(params.seed + index) % 2**32, max_model_len=MAX_LEN)
+        for index in range(params.n)
+    ]
+
+
+def drafter_of(requests: Any, specs: Any, right: float) -> Scripted:
+    """Guesses every token of every request with the probability `right`, if it guesses at all."""
+    texts = [
+        (*request.prompt_token_ids, *tokens)
+        for _, _, request in requests
+        for tokens in completions(request, specs)
+    ]
+    return Scripted(texts, right, 0.2, vocab_size=97)
+
+
 def check_outputs(record: Record, requests: Any, specs: Any, aborted: set[str]) -> None:
     for _, _, request in requests:
         assert request.request_id in record.finals
-        for index in range(request.params.n):
+        for index, expected in enumerate(completions(request, specs)):
             key = (request.request_id, index)
-            expected = expected_tokens(
-                request,
-                specs,
-                seed=(request.params.seed + index) % 2**32,
-                max_model_len=MAX_LEN,
-            )
             tokens, reason = record.tokens[key], record.ends[key].finish_reason
             if reason == "abort":
                 assert request.request_id in aborted

@@ -141,8 +141,10 @@ class FakeRunner:
         self.launch_error: BaseException | None = None  # raised by the next `step`
         self.read_error: BaseException | None = None  # raised when the next step's output is read
         self.reset_error: Exception | None = None
-        self.poisoned_uids: set[int] = set()  # their logits are NaN
-        self.unusable_uids: set[int] = set()  # what they ask for leaves nothing to sample
+        # By uid: their logits are NaN, or what they ask for leaves nothing to sample; or only after
+        # so many tokens.
+        self.poisoned_uids: set[int | tuple[int, int]] = set()
+        self.unusable_uids: set[int | tuple[int, int]] = set()
         self.poisoned_rows: set[int] = set()
         self.num_units_read = self.num_units_written = 0  # pages and slots to and from the host
         self.reset()
@@ -168,7 +170,7 @@ class FakeRunner:
     def reset(self) -> None:
         if self.reset_error is not None:
             raise self.reset_error
-        rows, length = self.config.max_num_seqs + 1, self.config.max_model_len
+        rows, length = self.config.max_num_seqs + 1, self.config.max_positions
         self.cells = {}  # per page group: [P, G, (token, position)]
         self.states: dict[int, list[tuple[int, int] | None]] = {}  # per slot: (hash, tokens)
         self.owners: dict[int, np.ndarray] = {}
@@ -277,31 +279,37 @@ class FakeRunner:
         self._check_layout(batch)
         tokens = self._tokens(batch)
         self._write_pages(batch, tokens)
+        verify = batch.kind is StepKind.VERIFY
+        width = self.config.tokens_per_decode if verify else 1  # sampled tokens per row
         results = {
-            "tokens": np.zeros(size, np.int32),
-            "chosen": np.zeros(size, np.float32),
-            "top_ids": np.zeros((size, self.config.max_logprobs), np.int32),
-            "top": np.zeros((size, self.config.max_logprobs), np.float32),
-            "finite": np.ones(size, bool),
-            "usable": np.ones(size, bool),
+            "tokens": np.zeros(size * width, np.int32),
+            "chosen": np.zeros(size * width, np.float32),
+            "top_ids": np.zeros((size * width, self.config.max_logprobs), np.int32),
+            "top": np.zeros((size * width, self.config.max_logprobs), np.float32),
+            "finite": np.ones(size * width, bool),
+            "usable": np.ones(size * width, bool),
             "owner_ok": np.ones(size, bool),
         }
         for i in range(rows):
-            row = int(batch.row_ids[i])
-            parts, owner_ok, uid = self._read_row(batch, i, tokens[i])
+            row, length = int(batch.row_ids[i]), int(batch.seq_lens[i])
+            parts, results["owner_ok"][i], uid = self._read_row(batch, i, tokens[i], width)
             if row not in step.sampling:
                 self._complain(f"row {row} has no sampling parameters")
                 continue
             params, seed, _ = step.sampling[row]
-            token = _choose(parts, params, seed, self.model_config.vocab_size)
-            self.last_token[row] = token
-            results["tokens"][i] = token
-            results["chosen"][i] = -0.5
-            results["top_ids"][i] = (token + np.arange(self.config.max_logprobs)) % 97
-            results["top"][i] = -0.5 - np.arange(self.config.max_logprobs)
-            results["finite"][i] = uid not in self.poisoned_uids and row not in self.poisoned_rows
-            results["usable"][i] = uid not in self.unusable_uids
-            results["owner_ok"][i] = owner_ok
+            for k, seen in enumerate(parts):
+                at, names = i * width + k, {uid, (uid, length - width + 1 + k)}
+                token = _choose(seen, params, seed, self.model_config.vocab_size)
+                if not verify:
+                    self.last_token[row] = token
+                results["tokens"][at] = token
+                results["chosen"][at] = -0.5
+                results["top_ids"][at] = (token + np.arange(self.config.max_logprobs)) % 97
+                results["top"][at] = -0.5 - np.arange(self.config.max_logprobs)
+                results["finite"][at] = not (
+                    names & self.poisoned_uids or row in self.poisoned_rows
+                )
+                results["usable"][at] = not names & self.unusable_uids
         if batch.targets is not None:
             results |= self._prompt_logprobs(batch)
         step.results = results
@@ -320,11 +328,16 @@ class FakeRunner:
         decode, rows = (int(n) for n in batch.counts)
         starts, lens = batch.query_start_loc, batch.seq_lens
         size, total = len(lens), int(starts[rows])
+        verify, width = batch.kind is StepKind.VERIFY, self.config.tokens_per_decode
+        buckets = {
+            StepKind.DECODE: (size,),
+            StepKind.VERIFY: (size * width,),
+            StepKind.MIXED: self.config.token_buckets,
+        }
         checks = {
             "row bucket": size in self.config.row_buckets,
-            "token bucket": len(batch.token_ids) == size
-            if batch.kind is StepKind.DECODE
-            else len(batch.token_ids) in self.config.token_buckets,
+            "token bucket": len(batch.token_ids) in buckets[batch.kind],
+            "tokens of guesses": not verify or all(np.diff(starts[: rows + 1]) == width),
             "T >= S": len(batch.token_ids) >= size,
             "decode kind": (batch.kind is StepKind.DECODE) == (decode == rows) or rows == 0,
             "decode rows": list(starts[: decode + 1]) == list(range(decode + 1)),
@@ -344,8 +357,9 @@ class FakeRunner:
             if isinstance(table, StateSlots):
                 padding = (table.read, table.write, table.read_owner, table.write_owner)
                 checks[f"padding slots {i}"] = not any(a[rows:].any() for a in padding)
-                written = table.write[:rows].tolist()
-                checks[f"distinct slots {i}"] = len(set(written) - {0}) == rows
+                written = np.ravel(table.write[:rows]).tolist()
+                slots = rows * (width if verify else 1)
+                checks[f"distinct slots {i}"] = len(set(written) - {0}) == len(written) == slots
             else:
                 checks[f"padding pages {i}"] = not table[rows:].any()
         for name, good in checks.items():
@@ -382,32 +396,42 @@ class FakeRunner:
                         self._complain(f"page {page} of group {g} is not this row's to write")
                     cells[page % len(cells), position % page_size] = (token, position)
 
-    def _read_row(self, batch: StepBatch, i: int, fed: list[int]) -> tuple[list[int], bool, int]:
-        """Hash per group, whether the state slots were the row's own, and the owner's uid."""
-        parts, owner_ok, uid = [], True, -1
+    def _read_row(
+        self, batch: StepBatch, i: int, fed: list[int], width: int
+    ) -> tuple[list[list[int]], bool, int]:
+        """Hash per group after each of the last `width` tokens, whether the state slot that was
+        read was the row's own, and the owner's uid."""
+        parts: list[list[int]] = [[] for _ in range(width)]
+        owner_ok, uid = True, -1
         length, row = int(batch.seq_lens[i]), int(batch.row_ids[i])
         first = length - len(fed)
         for g, group in enumerate(self.groups):
             if g in self.cells:
                 span = group.spec.window if isinstance(group.spec, WindowSpec) else length
                 for end in range(first + 1, length + 1):  # every query sees its own window
-                    seen = self._read_pages(batch, g, i, max(0, end - span), end)
-                if seen != self.history[row, max(0, length - span) : length].tolist():
-                    self._complain(f"row {row}: pages of group {g} hold other tokens")
-                parts.append(_absorb(0, seen))
+                    start = max(0, end - span)
+                    seen = self._read_pages(batch, g, i, start, end)
+                    if seen != self.history[row, start:end].tolist():
+                        self._complain(f"row {row}: pages of group {g} hold other tokens")
+                    if end > length - width:
+                        parts[end - length - 1].append(_absorb(0, seen))
                 continue
             slots, state = batch.tables[g], self.states[g]
             assert isinstance(slots, StateSlots)
-            read, write, uid = int(slots.read[i]), int(slots.write[i]), int(slots.write_owner[i])
-            before = (0, 0)
+            read, uid = int(slots.read[i]), int(slots.write_owner[i])
+            value = 0
             if first:
                 owner_ok &= bool(self.owners[g][read] == slots.read_owner[i])
                 if state[read] is None or state[read][1] != first:
                     self._complain(f"slot {read} of group {g} holds the state of another place")
-                before = state[read] or (0, 0)
-            state[write] = (_absorb(before[0], fed), length)
-            self.owners[g][write] = uid if owner_ok else 0
-            parts.append(state[write][0])
+                value, _ = state[read] or (0, 0)
+            value = _absorb(value, fed[: len(fed) - width])
+            written = np.atleast_1d(slots.write[i]).tolist()
+            for k, (slot, token) in enumerate(zip(written, fed[-width:], strict=True)):
+                value = _absorb(value, [token])
+                state[slot] = (value, length - width + 1 + k)
+                self.owners[g][slot] = uid if owner_ok else 0
+                parts[k].append(value)
         return parts, owner_ok, uid
 
     def _read_pages(self, batch: StepBatch, g: int, i: int, start: int, end: int) -> list[int]:
