@@ -10,10 +10,13 @@ Structured output knows which tokens may come only once the ones before them are
 make no guesses, in the same kind of step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from hybrid_jax.drafts import Drafter, PromptLookup
+import numpy as np
+import numpy.typing as npt
+
+from hybrid_jax.drafts import PromptLookup
 from hybrid_jax.engine.scheduler import Schedule
 from hybrid_jax.engine.types import Sequence, SpeculationStats
 
@@ -27,7 +30,7 @@ class Speculation:
     def __init__(self, config: "EngineConfig") -> None:
         """`config` is resolved; its `num_speculative_tokens` may be 0: nothing is guessed."""
         self._most = config.num_speculative_tokens
-        self.drafter: Drafter = PromptLookup()
+        self.drafter: Callable[[npt.NDArray[np.int32], int], list[int]] = PromptLookup()
         self._num_verified = self._draft_tokens = self._accepted_tokens = 0
 
     def steps(self, plan: Schedule) -> list[Schedule]:
@@ -39,8 +42,8 @@ class Speculation:
         if not self._most:
             return
         for sequence in sequences:
-            guesses = [] if sequence.matcher else self.drafter(sequence.token_ids, self._most)
-            sequence.draft_token_ids = guesses
+            if not sequence.matcher:
+                sequence.draft_token_ids = self.drafter(_token_array(sequence), self._most)
 
     def verified(self, sequence: Sequence, drafts: list[int]) -> None:
         """Hears that a step verified the guesses of a sequence."""
@@ -56,3 +59,10 @@ class Speculation:
     def stats(self) -> SpeculationStats:
         """The counters."""
         return SpeculationStats(self._num_verified, self._draft_tokens, self._accepted_tokens)
+
+
+def _token_array(sequence: Sequence) -> npt.NDArray[np.int32]:
+    """Its tokens. To make an array of a long list in every step would cost more than a guess."""
+    new = sequence.token_ids[len(sequence.token_array) :]
+    sequence.token_array = np.append(sequence.token_array, np.array(new, np.int32))
+    return sequence.token_array

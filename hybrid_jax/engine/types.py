@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
+
 from hybrid_jax.cache.prefix import CacheReport, Node, Prefix
 from hybrid_jax.engine.step_clock import Phase
 from hybrid_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hybrid_jax.cache.arrays import CacheSizes
     from hybrid_jax.config import EngineConfig, ModelConfig
     from hybrid_jax.memory.snapshot import LiveBytes
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_UID = 2**31 - 1
+
+
+def _no_tokens() -> np.ndarray:
+    return np.zeros(0, np.int32)
 
 
 class SequenceState(Enum):
@@ -124,6 +128,8 @@ class Sequence:
     num_inflight: int = 0  # 0 or 1 whenever the scheduler looks; 2 while two steps are launched
     num_prefill_tokens: int = 0
     num_preemptions: int = 0
+    token_array: np.ndarray = field(default_factory=_no_tokens)  # i32; all of `token_ids` when
+    # guesses were made last
     draft_token_ids: list[int] = field(default_factory=list)  # guesses of the step being built
     num_draft_tokens: int = 0  # guesses verified so far
     num_accepted_tokens: int = 0  # those of them that were right and became output

@@ -1,7 +1,8 @@
-"""When guesses count as accepted, whatever becomes of their sequence."""
+"""Guesses on the host: what they are made from, and when they count as accepted."""
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybrid_jax.engine.engine import Engine
@@ -55,4 +56,31 @@ def test_accepted_is_what_was_right_and_became_output(event: str, taken: int) ->
     assert engine.stats().speculation == SpeculationStats(steps, K * steps, accepted)
     assert end.usage is not None
     assert (end.usage.draft_tokens, end.usage.accepted_tokens) == (K * steps, accepted)
+    assert_baseline(engine, runner)
+
+
+def test_guesses_are_made_from_an_array_that_is_kept() -> None:
+    """Of all tokens known, also after preemptions; and a look-up does not copy it."""
+    config = small_config(num_speculative_tokens=K)
+    runner = FakeRunner((FULL,), (14,), config)
+    engine = Engine(runner, None)
+    requests = [Request(f"r{i}", prompt_of(3, i), greedy(30)) for i in range(3)]
+    texts = [[*r.prompt_token_ids, *expected_tokens(r, (FULL,))] for r in requests]
+    seen: list[int] = []
+
+    def drafter(token_ids: np.ndarray, count: int) -> list[int]:
+        assert np.asarray(token_ids, np.int32) is token_ids
+        known = token_ids.tolist()
+        assert known in [text[: len(known)] for text in texts]
+        newest = {len(s.token_ids) for s in engine._scheduler.running.values()}
+        assert len(known) in newest
+        seen.append(len(known))
+        return [96] * count
+
+    engine._speculation.drafter = drafter
+    for request in requests:
+        engine.add_request(request)
+    record = drive(engine)
+    assert [record.tokens[(r.request_id, 0)] for r in requests] == [t[3:] for t in texts]
+    assert engine.stats().preemptions > 0 and max(seen) == 32
     assert_baseline(engine, runner)
