@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import platform, registry, tuning
 from pallas_kernels.bench_operands import OPS, Batch, Call, cases_of, make_call
@@ -204,13 +205,13 @@ class _Sampler:
     """One implementation, compiled and warm, with a pool of its own."""
 
     def __init__(self, call: Call, implementation: str | None, clock: Callable[[], float]) -> None:
-        def run(pool: jax.Array, operands: dict[str, Any]) -> tuple[Any, jax.Array]:
+        def run(pool: Any, operands: dict[str, Any]) -> tuple[Any, Any]:
             return call.run(pool, **operands, implementation=implementation)
 
         self._step = jax.jit(run, donate_argnums=0)
         self._clock = clock
         self._operands = call.operands
-        self._pool = call.pool.copy()
+        self._pool = jax.tree.map(jnp.copy, call.pool)
         self._calls = 1
         self.sample()  # compiles
         self._calls = max(1, round(SAMPLE_SECONDS / max(self.sample(), 1e-6)))

@@ -43,8 +43,8 @@ class Batch:
 class Call(NamedTuple):
     """`run(pool, **operands, implementation=...)` gives a result and the new pool."""
 
-    run: Callable[..., tuple[Any, jax.Array]]
-    pool: jax.Array  # state, pages or rows; updated in place if it is donated
+    run: Callable[..., tuple[Any, Any]]
+    pool: Any  # state or states, pages or rows; updated in place if donated
     operands: dict[str, Any]
 
 
@@ -58,6 +58,8 @@ def make_call(op: str, case: Any, batch: Batch, seed: int = 0) -> Call:
     draw = _Draw(np.random.default_rng(seed))
     if op in _STATE_OPS:
         return _state_op(op, case, batch, draw)
+    if op == "gated_delta_net":
+        return _gated_delta_net(case, batch, draw)
     return {"paged_attention": _paged_attention, "rows": _rows}[op](case, batch, draw)
 
 
@@ -187,7 +189,39 @@ _STATE_OPS: dict[str, Callable[[Any, int, _Draw], _StateOperands]] = {
     "selective_scan": _selective_scan,
     "ssd": _ssd,
 }
-OPS = (*_STATE_OPS, "paged_attention", "rows")
+OPS = (*_STATE_OPS, "gated_delta_net", "paged_attention", "rows")
+
+
+def _gated_delta_net(case: Any, batch: Batch, draw: _Draw) -> Call:
+    """Two pools; every row updates its slot of both in place."""
+    from pallas_kernels.causal_conv1d import state_shape
+    from pallas_kernels.gated_delta_net import States, Weights, gated_delta_net
+
+    slots, heads, dtype = batch.rows + 1, case.num_v_heads, case.dtype
+    decays = (heads, case.k_dim)[: 1 + case.per_channel]
+    conv = draw.normal(dtype, *state_shape(slots, case.width - 1, case.channels))
+    recurrent = draw.normal("float32", slots, heads, case.k_dim, case.v_dim)
+    rows = jnp.arange(1, slots, dtype=jnp.int32)
+    operands = {
+        "qkv": draw.normal(dtype, batch.tokens, case.channels),
+        "a": draw.normal(dtype, batch.tokens, *decays),
+        "b": draw.normal(dtype, batch.tokens, heads),
+        "ragged": batch.ragged(),
+        "read_slots": rows,
+        "write_slots": rows,
+        "weights": Weights(
+            draw.normal(dtype, case.channels, case.width),
+            draw.normal(dtype, case.channels) if case.bias else None,
+            draw.between(-2.0, 2.8, heads),
+            draw.between(-7.0, 1.0, *decays),
+        ),
+    }
+    options = {"k_heads": case.num_k_heads, "allow_neg_eigval": case.allow_neg_eigval}
+
+    def run(pool: States, **given: Any) -> tuple[Any, States]:
+        return gated_delta_net(state=pool, **given, **options)
+
+    return Call(run, States(encode(conv, storage_dtype(dtype)), recurrent), operands)
 
 
 def _paged_attention(case: Any, batch: Batch, draw: _Draw) -> Call:

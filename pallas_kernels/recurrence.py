@@ -5,7 +5,7 @@ is float32; only a pool of states may hold bfloat16. Letters: T tokens, S rows, 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ CHUNK = 64  # tokens per matrix product in prefill
 UNROLL = 8  # chunks per loop turn in `chunked`
 Arrays = tuple[jax.Array, ...]
 Step = tuple[jax.Array, jax.Array]  # out, state
-SlotOp = Callable[..., Step]
+State = TypeVar("State")  # a pool, or a tuple of pools with the same slots
+SlotOp = Callable[..., tuple[jax.Array, State]]
 """(*tokens, state, batch, read_slots, write_slots) -> (out, state): an op's call in `api.py`."""
 
 
@@ -103,25 +104,25 @@ def ragged(
 
 
 def together(
-    op: SlotOp,
+    op: SlotOp[State],
     tokens: Arrays,
-    state: jax.Array,
+    state: State,
     batch: RaggedBatch,
     read_slots: jax.Array,
     write_slots: jax.Array,
-) -> Step:
+) -> tuple[jax.Array, State]:
     """The op on the batch as it is: one state per row is written."""
     return op(*tokens, state, batch, read_slots, write_slots)
 
 
 def token_by_token(
-    op: SlotOp,
+    op: SlotOp[State],
     tokens: Arrays,
-    state: jax.Array,
+    state: State,
     batch: RaggedBatch,
     read_slots: jax.Array,
     write_slots: jax.Array,
-) -> Step:
+) -> tuple[jax.Array, State]:
     """The op on rows of N tokens each, in its decode form, one token of every row at a time.
 
     Token i of a row starts from the slot that token i - 1 wrote, the first one from the row's read
@@ -131,7 +132,7 @@ def token_by_token(
     Args:
         op: the call.
         tokens: its operands [S * N, ...], row by row.
-        state: [slots, ...]. batch: prefill rows of N tokens, then padding rows.
+        state: pools [slots, ...]. batch: prefill rows of N tokens, then padding rows.
         read_slots: i32[S]. write_slots: i32[S, N].
 
     Returns:
@@ -142,7 +143,7 @@ def token_by_token(
     num_rows = batch.counts[1]
     starts = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32), num_rows)
 
-    def body(state: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def body(state: State, one: tuple[jax.Array, ...]) -> tuple[State, jax.Array]:
         i, reads, writes, *token = one
         seq_lens = jnp.where(batch.row_valid, before + i + 1, 0)
         counts = jnp.stack([num_rows, num_rows])

@@ -82,6 +82,7 @@ Loaded = tuple[Callable[..., Any], Callable[[Facts], str | None]]  # the functio
 class _Entry:
     load: Callable[[], Loaded]
     platform: str | None = None  # the only one it is for; None: any
+    composed: bool = False  # of ops that choose, and report, for themselves
 
 
 @dataclass
@@ -97,14 +98,17 @@ class Registry:
         implementation: str,
         fn: Callable[..., Any],
         refuses: Callable[[Facts], str | None],
+        *,
+        composed: bool = False,
     ) -> None:
         """Adds an implementation. `refuses` gives the reason why it cannot run, or None if it can.
 
         Implementations are asked in the order of registration, the reference last. What they trace
-        lies in a named scope of the op's name, for profiles.
+        lies in a named scope of the op's name, for profiles. `composed`: it calls other ops, which
+        choose implementations of their own; so running it is no fallback to plain JAX.
         """
         loaded = jax.named_scope(op)(fn), refuses
-        self._add(op, implementation, _Entry(lambda: loaded))
+        self._add(op, implementation, _Entry(lambda: loaded, composed=composed))
 
     def register_kernel(self, op: str, implementation: str, platform: str, function: str) -> None:
         """Adds an implementation for one platform only, which no other pays the import of.
@@ -180,7 +184,9 @@ class Registry:
         if selection in self._selections:
             return
         self._selections[selection] = None
-        fallback = selection.implementation == REFERENCE and not selection.forced
+        entry = self._entries[selection.op][selection.implementation]
+        plain = selection.implementation == REFERENCE and not entry.composed
+        fallback = plain and not selection.forced
         if fallback and selection.facts.platform != "cpu":
             reasons = "; ".join(f"{name}: {reason}" for name, reason in selection.refused)
             logger.warning(

@@ -8,7 +8,7 @@ import jax
 from jax.typing import DTypeLike
 
 from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec
-from pallas_kernels import paged_attention
+from pallas_kernels import causal_conv1d, paged_attention
 from pallas_kernels.storage import storage_dtype
 
 
@@ -25,7 +25,7 @@ class PagedCache:
 class StateCache:
     """State rows of one linear-attention layer."""
 
-    conv: jax.Array  # [slots, W - 1, channels] last inputs of the causal convolution
+    conv: jax.Array  # last inputs of the convolution, causal_conv1d.state_shape(...)
     recurrent: jax.Array  # [slots, Hv, dk, dv]
 
 
@@ -62,10 +62,11 @@ def make_cache(spec: CacheSpec, count: int, page_size: int, make: MakeArray) -> 
     """The arrays of one layer, `count` pages or slots, each made by `make`."""
     if isinstance(spec, StateSpec):
         conv, recurrent = spec.arrays
+        conv_shape = causal_conv1d.state_shape(count, *conv.shape)
         return StateCache(
             # The convolution's channels are q|k|v of all heads: cutting them by head would
             # interleave three different cuts, so the small array is replicated.
-            conv=make((count, *conv.shape), storage_dtype(conv.dtype), (None, None, None)),
+            conv=make(conv_shape, storage_dtype(conv.dtype), (None,) * len(conv_shape)),
             recurrent=make(
                 (count, *recurrent.shape),
                 storage_dtype(recurrent.dtype),

@@ -8,7 +8,7 @@ from hybrid_jax.cache.arrays import StateSlots
 from hybrid_jax.layers.rope import cos_sin
 from hybrid_jax.specs import AttentionSpec, LayerSpec, RopeSpec
 from pallas_kernels.ragged import RaggedBatch
-from pallas_kernels.recurrence import SlotOp, together, token_by_token
+from pallas_kernels.recurrence import SlotOp, State, together, token_by_token
 
 RopeTables = dict[RopeSpec, tuple[jax.Array, jax.Array]]
 
@@ -22,8 +22,8 @@ class StepContext:
     verify: bool = False  # the state after every token is kept, see `StepKind.VERIFY`
 
     def slot_to_slot(
-        self, op: SlotOp, tokens: tuple[jax.Array, ...], state: jax.Array, table: StateSlots
-    ) -> tuple[jax.Array, jax.Array]:
+        self, op: SlotOp[State], tokens: tuple[jax.Array, ...], state: State, table: StateSlots
+    ) -> tuple[jax.Array, State]:
         """Runs an op with state over the batch: its out [T, ...], and the new `state`."""
         run = token_by_token if self.verify else together
         return run(op, tokens, state, self.ragged, table.read, table.write)

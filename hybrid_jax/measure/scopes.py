@@ -29,13 +29,14 @@ class Place(NamedTuple):
 def place_of(op_name: str, ops: Collection[str]) -> Place:
     """The place of a name stack like "jit(step)/layer_0_linear/mixer/gated_delta_rule/mul".
 
-    `ops` are scopes of ops; in a layer the innermost of them counts, or else its part.
+    `ops` are scopes of ops; in a layer the outermost of them counts, or else its innermost part.
     """
     scopes = op_name.split("/")
     for i, scope in enumerate(scopes):
         if found := _LAYER.fullmatch(scope):
-            inner = [s for s in scopes[i:] if s in ops] or [s for s in scopes[i:] if s in PARTS]
-            return Place(int(found[1]), found[2], inner[-1] if inner else NORMS)
+            parts = [s for s in scopes[i:] if s in PARTS]
+            called = [s for s in scopes[i:] if s in ops]
+            return Place(int(found[1]), found[2], (called[:1] + parts[::-1] + [NORMS])[0])
         if scope in OUTSIDE:
             return Place(None, scope, scope)
     kind = REST if op_name else UNATTRIBUTED

@@ -73,4 +73,4 @@ def _mixer_work(mixer: MixerSpec, size: int, rows: int, earlier: int, new: int) 
     # Per token and element: decay, and a multiply-add each to read, to update and to put out.
     rule = Work(7.0 * rows * new * state, 2.0 * 4 * rows * state)
     tail = Work(2.0 * rows * new * width * channels, 2.0 * size * rows * (width - 1) * channels)
-    return {"gated_delta_rule": rule, "causal_conv1d": tail}
+    return {"gated_delta_net": rule + tail}

@@ -1,5 +1,6 @@
 """The call that layers make: checks shapes, selects an implementation, runs it."""
 
+import math
 from typing import Literal
 
 import jax
@@ -12,6 +13,17 @@ from pallas_kernels.ragged import RaggedBatch
 OP = "causal_conv1d"
 registry.register(OP, registry.REFERENCE, reference.causal_conv1d, registry.never)
 registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:causal_conv1d")
+LANES = 128  # of a TPU's vector registers
+
+
+def state_shape(slots: int, keep: int, channels: int) -> tuple[int, ...]:
+    """Shape of a pool of the last `keep` = W - 1 inputs: [slots, keep, C / n, n].
+
+    n is 128 if it divides C, else C. TPUs tile the last two dimensions: so a tile holds channels of
+    one input, and nothing is padded to 8 inputs or moved when one slot is read.
+    """
+    lanes = LANES if channels % LANES == 0 else channels
+    return slots, keep, channels // lanes, lanes
 
 
 def causal_conv1d(
@@ -36,8 +48,9 @@ def causal_conv1d(
         x: [T, C] inputs of all rows.
         weight: [C, W]; the last tap multiplies the current token. W >= 2.
         bias: [C] or None.
-        state: [slots, W - 1, C] last inputs, oldest first, zeros where the sequence is shorter;
-            dtype `storage.storage_dtype` of what the values shall be rounded to. Donate it to the
+        state: [slots, W - 1, C] last inputs, oldest first, zeros where the sequence is shorter; the
+            channels may be cut into several dimensions, as by `state_shape`. dtype
+            `storage.storage_dtype` of what the values shall be rounded to. Donate it to the
             surrounding jit to update it in place.
         ragged: row boundaries.
         read_slots: i32[S], 0 (the null slot) for padding rows.
@@ -72,9 +85,11 @@ def _check(
             f"{OP}: x must be [T, C] and weight [C, W >= 2], got {x.shape} and {weight.shape}"
         )
     num_tokens, channels = x.shape
-    expected = {
-        "weight": (weight, (channels, weight.shape[1])),
-        "state": (state, (state.shape[0], weight.shape[1] - 1, channels)),
+    keep = weight.shape[1] - 1
+    cut = state.shape[2:] if math.prod(state.shape[2:]) == channels else (channels,)
+    expected: dict[str, tuple[jax.Array, tuple[int, ...]]] = {
+        "weight": (weight, (channels, keep + 1)),
+        "state": (state, (state.shape[0], keep, *cut)),
     }
     if bias is not None:
         expected["bias"] = (bias, (channels,))

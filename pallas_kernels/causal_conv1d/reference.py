@@ -60,7 +60,7 @@ def causal_conv1d(
     Decode and prefill are the same sum over a row's inputs, so one path serves both.
     """
     keep = state.shape[1]
-    earlier = storage.decode(state[read_slots])
+    earlier = storage.decode(state[read_slots]).reshape(-1, keep, x.shape[1])
     # Selected, not multiplied: the slot of a row without earlier tokens may hold NaN.
     earlier = jnp.where(ragged.has_state[:, None, None], earlier, jnp.zeros_like(earlier))
     taps = _decode_taps(x, earlier) if ragged.decode_only else _mixed_taps(x, earlier, ragged)
@@ -74,6 +74,7 @@ def causal_conv1d(
     last = jnp.where((index >= keep)[:, :, None], from_x, storage.encode(from_state, state.dtype))
     # Padding rows write nothing: their slot is moved out of range.
     slots = jnp.where(ragged.row_valid, write_slots, state.shape[0])
+    last = last.reshape(-1, *state.shape[1:])
     return y, state.at[slots].set(last, mode="drop")
 
 

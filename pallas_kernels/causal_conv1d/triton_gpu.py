@@ -25,6 +25,8 @@ def causal_conv1d(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.causal_conv1d`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
     slots = read_slots, write_slots
-    return gpu_decode.decode(
-        x, weight, bias, state, ragged, slots, activation=activation, interpret=interpret
+    pool = state.reshape(*state.shape[:2], -1)
+    y, pool = gpu_decode.decode(
+        x, weight, bias, pool, ragged, slots, activation=activation, interpret=interpret
     )
+    return y, pool.reshape(state.shape)

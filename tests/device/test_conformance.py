@@ -21,6 +21,7 @@ from pallas_kernels.ssd.cases import MXU_STATE_ATOL as SSD_ATOL
 from tests.helpers.ragged import Rows
 from tests.kernels import (
     test_causal_conv1d,
+    test_gated_delta_net,
     test_gated_delta_rule,
     test_gla,
     test_paged_attention,
@@ -47,6 +48,9 @@ def rounding(case: Any, **extra: float) -> Any:
 
 CASES = {
     test_causal_conv1d: test_causal_conv1d.CASES,
+    test_gated_delta_net: [
+        rounding(case, state_atol=GATED_DELTA_ATOL) for case in test_gated_delta_net.CASES
+    ],
     test_gated_delta_rule: [rounding(case, state_atol=GATED_DELTA_ATOL) for case in GATED_DELTA],
     test_gla: test_gla.CASES,
     test_rwkv7: test_rwkv7.CASES,

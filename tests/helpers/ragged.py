@@ -115,6 +115,34 @@ def delta_rule_oracle(
     return out, state
 
 
+def delta_net_oracle(
+    qkv: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    conv: np.ndarray,
+    recurrent: np.ndarray,
+    *,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    A_log: np.ndarray,
+    dt_bias: np.ndarray,
+    k_heads: int,
+    max_beta: float,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One sequence: qkv [T, C], a [T, Hv (, dk)], b [T, Hv], after inputs conv [W - 1, C] and state
+    recurrent [Hv, dk, dv]. Returns out and both states.
+    """
+    (heads, dk, _), keep = recurrent.shape, len(conv)
+    inputs = np.concatenate([conv, qkv])
+    mixed = convolution_oracle(inputs, weight, bias, "silu")[keep:]
+    q, k, v = np.split(mixed, [k_heads * dk, 2 * k_heads * dk], axis=1)
+    q, k, v = (x.reshape(len(qkv), n, -1) for x, n in ((q, k_heads), (k, k_heads), (v, heads)))
+    g = -np.exp(A_log).reshape(-1, *[1] * (a.ndim - 2)) * np.logaddexp(0, a + dt_bias)
+    beta = max_beta / (1 + np.exp(-b))
+    out, recurrent = delta_rule_oracle(q, k, v, g, beta, recurrent, scale=dk**-0.5)
+    return out, inputs[len(inputs) - keep :], recurrent
+
+
 def gla_oracle(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, state: np.ndarray, *, scale: float
 ) -> tuple[np.ndarray, np.ndarray]:

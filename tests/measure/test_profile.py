@@ -63,9 +63,7 @@ def test_shares_add_up_and_nothing_is_hidden(phases: tuple[PhaseProfile, PhasePr
         kinds = {kind for (kind,) in phase.by("kind")}
         assert kinds >= {"window", "linear", "full", "head", "unattributed", "other programs"}
         ops = {(kind, op) for kind, op in phase.by("kind", "op") if kind == "linear"}
-        assert ops == {
-            ("linear", op) for op in ("mixer", "ffn", "norms", "causal_conv1d", "gated_delta_rule")
-        }
+        assert ops == {("linear", op) for op in ("mixer", "ffn", "norms", "gated_delta_net")}
         assert 0 < phase.busy_seconds <= phase.seconds
         assert 0 <= phase.gap_seconds <= phase.seconds * phase.steps
         assert phase.host_seconds.keys() == {"launch", "wait", "output"}

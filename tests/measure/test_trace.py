@@ -88,6 +88,11 @@ PLACES = {
         "linear",
         "gated_delta_rule",
     ),
+    "jit(step)/layer_3_linear/mixer/gated_delta_net/causal_conv1d/mul": (
+        3,
+        "linear",
+        "gated_delta_net",
+    ),
     "jit(step)/layer_12_window/mixer/dot_general": (12, "window", "mixer"),
     "jit(step)/layer_0_full/ffn/mul": (0, "full", "ffn"),
     "jit(step)/layer_0_full/add": (0, "full", "norms"),
@@ -98,6 +103,9 @@ PLACES = {
 }
 
 
+OPS = {"causal_conv1d", "gated_delta_net", "gated_delta_rule", "paged_attention"}
+
+
 @pytest.mark.parametrize("name", PLACES)
 def test_places(name: str) -> None:
-    assert place_of(name, {"gated_delta_rule", "paged_attention"}) == PLACES[name]
+    assert place_of(name, OPS) == PLACES[name]

@@ -22,11 +22,10 @@ def test_a_step_by_hand() -> None:
     # In the window 8 each; 10 are read, from position 3 on.
     assert work[0, "window", "paged_attention"] == (2 * 4 * heads * 24, 2 * 2 * kv * (10 + 3))
     state = linear.num_v_heads * linear.k_dim * linear.v_dim
-    assert work[1, "linear", "gated_delta_rule"] == (7 * 6 * state, 2 * 4 * 2 * state)
     width, channels = linear.conv_width, linear.conv_channels
-    assert work[1, "linear", "causal_conv1d"] == (
-        2 * 6 * width * channels,
-        2 * 2 * 2 * (width - 1) * channels,
+    assert work[1, "linear", "gated_delta_net"] == (
+        7 * 6 * state + 2 * 6 * width * channels,
+        2 * 4 * 2 * state + 2 * 2 * 2 * (width - 1) * channels,
     )
     ffn = model.layers[2].ffn
     assert isinstance(ffn, MoESpec) and (ffn.num_experts, ffn.top_k) == (4, 2)

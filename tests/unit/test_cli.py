@@ -102,7 +102,7 @@ def test_kernels_says_what_would_run_where_and_why(run: Run, model: Path) -> Non
     assert {(x["phase"], x["choice"]["op"]) for x in tpu} == {
         (phase, op)
         for phase in ("decode", "mixed")
-        for op in ("paged_attention", "gated_delta_rule", "causal_conv1d")
+        for op in ("paged_attention", "gated_delta_net", "gated_delta_rule", "causal_conv1d")
     }
     assert {x["choice"]["device_kind"] for x in tpu} == {"TPU v6 lite"}
     layers = [x["layers"] for x in tpu if x["choice"]["op"] == "causal_conv1d"]

@@ -126,6 +126,15 @@ def test_fallback_on_an_accelerator_is_logged(
     assert "fast: x is wider than 8" in record.message
 
 
+def test_ops_made_of_other_ops_are_no_fallback(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry.register("whole", "reference", run, never, composed=True)
+    with caplog.at_level(logging.WARNING):
+        assert registry.select("whole", facts(9, "gpu")).implementation == "reference"
+    assert not caplog.records
+
+
 def test_kernels_refuse_code_that_is_cut_over_devices() -> None:
     own = Registry()
     own.register("op", "kernel", lambda: None, never)

@@ -1,6 +1,6 @@
 """Gated delta net (Yang et al. 2024): causal convolution, gated delta rule, gated output norm."""
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from hybrid_jax.layers.context import RopeTables, StepContext
 from hybrid_jax.layers.linear import Linear, param
 from hybrid_jax.layers.norm import gated_rms
 from hybrid_jax.specs import GatedDeltaSpec
-from pallas_kernels import causal_conv1d, gated_delta_rule
+from pallas_kernels import causal_conv1d, gated_delta_net, gated_delta_rule
 
 
 class GatedDeltaNet(nnx.Module):
@@ -43,17 +43,16 @@ class GatedDeltaNet(nnx.Module):
         self, x: jax.Array, cache: StateCache, table: StateSlots, context: StepContext
     ) -> tuple[jax.Array, StateCache]:
         """One step. x [T, D] -> [T, D] and the cache with the rows' new states."""
-
-        def convolve(x: jax.Array, *slots: Any) -> tuple[jax.Array, jax.Array]:
-            weight = self.conv_weight[...]
-            return causal_conv1d.causal_conv1d(x, weight, None, *slots, activation="silu")
-
-        mixed, conv = context.slot_to_slot(convolve, (self.in_proj_qkv(x),), cache.conv, table)
-        operands = (*self._split(mixed), *self._gates(x))
-        out, recurrent = context.slot_to_slot(
-            gated_delta_rule.gated_delta_rule, operands, cache.recurrent, table
+        net = functools.partial(
+            gated_delta_net.gated_delta_net,
+            weights=self._weights(),
+            k_heads=self.spec.num_k_heads,
+            allow_neg_eigval=self.spec.allow_neg_eigval,
         )
-        return self._output(out, x), StateCache(conv, recurrent)
+        tokens = self.in_proj_qkv(x), self.in_proj_a(x), self.in_proj_b(x)
+        state = gated_delta_net.States(cache.conv, cache.recurrent)
+        out, state = context.slot_to_slot(net, tokens, state, table)
+        return self._output(out, x), StateCache(*state)
 
     def dense(self, x: jax.Array, rope: RopeTables, *, chunked: bool = False) -> jax.Array:
         """A whole sequence from position 0 without a cache: x [T, D] -> [T, D]. The oracle.
@@ -62,31 +61,20 @@ class GatedDeltaNet(nnx.Module):
         training.
         """
         del rope
-        mixed = causal_conv1d.dense(self.in_proj_qkv(x), self.conv_weight[...], None, "silu")
-        q, k, v = self._split(mixed)
-        g, beta = self._gates(x)
+        spec, weights = self.spec, self._weights()
+        mixed = causal_conv1d.dense(self.in_proj_qkv(x), weights.conv, None, "silu")
+        state_shape = (spec.num_v_heads, spec.k_dim, spec.v_dim)
+        q, k, v = gated_delta_net.split(mixed, spec.num_k_heads, state_shape)
+        g, beta = gated_delta_net.gates(
+            self.in_proj_a(x), self.in_proj_b(x), weights, allow_neg_eigval=spec.allow_neg_eigval
+        )
         form = gated_delta_rule.chunked if chunked else gated_delta_rule.recurrent
         out, _ = form(q, k, v, g, beta)
         return self._output(out, x)
 
-    def _split(self, mixed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """mixed [T, channels] -> q and k [T, Hk, dk], v [T, Hv, dv]."""
-        spec, tokens = self.spec, mixed.shape[0]
-        key_size = spec.num_k_heads * spec.k_dim
-        q, k, v = jnp.split(mixed, (key_size, 2 * key_size), axis=-1)
-        return (
-            q.reshape(tokens, spec.num_k_heads, spec.k_dim),
-            k.reshape(tokens, spec.num_k_heads, spec.k_dim),
-            v.reshape(tokens, spec.num_v_heads, spec.v_dim),
-        )
-
-    def _gates(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Log decay g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b), float32[T, Hv]."""
-        a = self.in_proj_a(x).astype(jnp.float32)
-        decay = jnp.exp(self.A_log[...].astype(jnp.float32))[None, :]
-        g = -decay * jax.nn.softplus(a + self.dt_bias[...].astype(jnp.float32)[None, :])
-        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
-        return g, 2.0 * beta if self.spec.allow_neg_eigval else beta
+    def _weights(self) -> gated_delta_net.Weights:
+        conv, A_log, dt_bias = self.conv_weight[...], self.A_log[...], self.dt_bias[...]
+        return gated_delta_net.Weights(conv, None, A_log, dt_bias)
 
     def _output(self, out: jax.Array, x: jax.Array) -> jax.Array:
         z = self.in_proj_z(x).reshape(out.shape)
