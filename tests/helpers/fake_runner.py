@@ -276,7 +276,8 @@ class FakeRunner:
         batch = step.batch
         size, rows = len(batch.seq_lens), int(batch.counts[1])
         self.shapes.add((batch.kind, len(batch.token_ids), size))
-        self._check_layout(batch)
+        for error in _layout_errors(batch, self.config):
+            self._complain(f"batch layout: {error}")
         tokens = self._tokens(batch)
         self._write_pages(batch, tokens)
         verify = batch.kind is StepKind.VERIFY
@@ -323,48 +324,6 @@ class FakeRunner:
             "prompt_top_ids": np.where(targets[:, None] < 0, -1, ids % 97).astype(np.int32),
             "prompt_top": np.zeros(ids.shape, np.float32),
         }
-
-    def _check_layout(self, batch: StepBatch) -> None:
-        decode, rows = (int(n) for n in batch.counts)
-        starts, lens = batch.query_start_loc, batch.seq_lens
-        size, total = len(lens), int(starts[rows])
-        verify, width = batch.kind is StepKind.VERIFY, self.config.tokens_per_decode
-        buckets = {
-            StepKind.DECODE: (size,),
-            StepKind.VERIFY: (size * width,),
-            StepKind.MIXED: self.config.token_buckets,
-        }
-        checks = {
-            "row bucket": size in self.config.row_buckets,
-            "token bucket": len(batch.token_ids) in buckets[batch.kind],
-            "tokens of guesses": not verify or all(np.diff(starts[: rows + 1]) == width),
-            "T >= S": len(batch.token_ids) >= size,
-            "decode kind": (batch.kind is StepKind.DECODE) == (decode == rows) or rows == 0,
-            "decode rows": list(starts[: decode + 1]) == list(range(decode + 1)),
-            "row lengths": all(np.diff(starts[: rows + 1]) >= 1),
-            "padding starts": all(starts[rows:] == total),
-            "padding lens": not lens[rows:].any(),
-            "padding rows": not batch.row_ids[rows:].any(),
-            "padding tokens": not batch.token_ids[total:].any(),
-            "padding positions": not batch.positions[total:].any(),
-            "distinct rows": len(set(batch.row_ids[:rows].tolist()) - {0}) == rows,
-            "dtypes": all(
-                np.asarray(a).dtype == np.int32
-                for a in (batch.token_ids, batch.positions, starts, lens, batch.counts)
-            ),
-        }
-        for i, table in enumerate(batch.tables):
-            if isinstance(table, StateSlots):
-                padding = (table.read, table.write, table.read_owner, table.write_owner)
-                checks[f"padding slots {i}"] = not any(a[rows:].any() for a in padding)
-                written = np.ravel(table.write[:rows]).tolist()
-                slots = rows * (width if verify else 1)
-                checks[f"distinct slots {i}"] = len(set(written) - {0}) == len(written) == slots
-            else:
-                checks[f"padding pages {i}"] = not table[rows:].any()
-        for name, good in checks.items():
-            if not good:
-                self._complain(f"batch layout: {name}")
 
     def _tokens(self, batch: StepBatch) -> list[list[int]]:
         """Per row the tokens fed; -1 comes from the carry. Also writes the history."""
@@ -442,3 +401,45 @@ class FakeRunner:
         if (pages == 0).any() or (cells[:, 1] != positions).any():
             self._complain(f"batch row {i} reads an unwritten place of group {g}")
         return cells[:, 0].tolist()
+
+
+def _layout_errors(batch: StepBatch, config: EngineConfig) -> list[str]:
+    """What of a batch is not laid out as the step expects."""
+    decode, rows = (int(n) for n in batch.counts)
+    starts, lens = batch.query_start_loc, batch.seq_lens
+    size, total = len(lens), int(starts[rows])
+    verify, width = batch.kind is StepKind.VERIFY, config.tokens_per_decode
+    buckets = {
+        StepKind.DECODE: (size,),
+        StepKind.VERIFY: (size * width,),
+        StepKind.MIXED: config.token_buckets,
+    }
+    checks = {
+        "row bucket": size in config.row_buckets,
+        "token bucket": len(batch.token_ids) in buckets[batch.kind],
+        "tokens of guesses": not verify or all(np.diff(starts[: rows + 1]) == width),
+        "T >= S": len(batch.token_ids) >= size,
+        "decode kind": (batch.kind is StepKind.DECODE) == (decode == rows) or rows == 0,
+        "decode rows": list(starts[: decode + 1]) == list(range(decode + 1)),
+        "row lengths": all(np.diff(starts[: rows + 1]) >= 1),
+        "padding starts": all(starts[rows:] == total),
+        "padding lens": not lens[rows:].any(),
+        "padding rows": not batch.row_ids[rows:].any(),
+        "padding tokens": not batch.token_ids[total:].any(),
+        "padding positions": not batch.positions[total:].any(),
+        "distinct rows": len(set(batch.row_ids[:rows].tolist()) - {0}) == rows,
+        "dtypes": all(
+            np.asarray(a).dtype == np.int32
+            for a in (batch.token_ids, batch.positions, starts, lens, batch.counts)
+        ),
+    }
+    for i, table in enumerate(batch.tables):
+        if isinstance(table, StateSlots):
+            padding = (table.read, table.write, table.read_owner, table.write_owner)
+            checks[f"padding slots {i}"] = not any(a[rows:].any() for a in padding)
+            written = np.ravel(table.write[:rows]).tolist()
+            slots = rows * (width if verify else 1)
+            checks[f"distinct slots {i}"] = len(set(written) - {0}) == len(written) == slots
+        else:
+            checks[f"padding pages {i}"] = not table[rows:].any()
+    return [name for name, good in checks.items() if not good]
