@@ -1,8 +1,9 @@
 """From sampled tokens to events: stop conditions, text, and the one final event per request."""
 
+import logging
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hybrid_jax.engine.detokenizer import Detokenizer, StopStrings, TextStream
 from hybrid_jax.engine.types import (
@@ -16,10 +17,12 @@ from hybrid_jax.engine.types import (
 )
 from hybrid_jax.errors import NonFiniteLogits
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class _OpenRequest:
-    streams: dict[int, TextStream | None] = field(default_factory=dict)  # open completions by index
+    streams: dict[int, TextStream | None]  # open completions by index; None: no text, so far
     tells_prompt: bool = False  # the next token brings the log probabilities of the prompt
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -40,7 +43,7 @@ class OutputProcessor:
 
     def open(self, request: Request) -> None:
         """Expects all completions of a request."""
-        streams = {i: self._stream(request) for i in range(request.params.num_sequences)}
+        streams: dict[int, TextStream | None] = dict.fromkeys(range(request.params.num_sequences))
         asks = request.params.prompt_logprobs is not None
         self._open[request.request_id] = _OpenRequest(streams, tells_prompt=asks)
 
@@ -56,7 +59,10 @@ class OutputProcessor:
         if logprob is not None:
             sequence.cumulative_logprob += logprob.logprob
             logprob = logprob if params.logprobs is not None else None
-        stream = self._open[sequence.request.request_id].streams[sequence.index]
+        streams = self._open[sequence.request.request_id].streams
+        if sequence.num_output_tokens == 1:  # not before: a tokenizer may raise at any prompt
+            streams[sequence.index] = self._stream(sequence.request)
+        stream = streams[sequence.index]
         may_stop = sequence.num_output_tokens > params.min_tokens
         text, stop_reason, ends = "", None, False
         if may_stop and token_id in params.stop_token_ids:
@@ -81,8 +87,11 @@ class OutputProcessor:
 
     def abort(self, sequence: Sequence) -> TokenEvent:
         """Ends a completion that nobody wants any more; shows the text held back so far."""
-        stream = self._open[sequence.request.request_id].streams[sequence.index]
-        text = stream.flush() if stream is not None else ""
+        stream, text = self._open[sequence.request.request_id].streams[sequence.index], ""
+        try:
+            text = stream.flush() if stream is not None else ""
+        except Exception:  # a tokenizer's; nobody reads on
+            logger.exception("the last text of request %s is lost", sequence.request.request_id)
         return self._event(sequence, (), text, None, "abort")
 
     def fail(self, sequence: Sequence, error: Exception) -> TokenEvent:

@@ -177,6 +177,17 @@ class BrokenTokenizer:
         return "x" * len(token_ids)
 
 
+class HoldsBack:
+    """Never has a whole character; raises while it is broken."""
+
+    is_broken = False
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        if self.is_broken:
+            raise KeyError(token_ids[-1])
+        return "\ufffd"
+
+
 def test_a_tokenizer_that_raises_harms_one_request() -> None:
     engine, runner, accepted = make(tokenizer=BrokenTokenizer())
     broken = [r for r in accepted if 50 in expected_tokens(r, SPECS)]
@@ -186,6 +197,33 @@ def test_a_tokenizer_that_raises_harms_one_request() -> None:
     for request in broken:
         assert isinstance(record.finals[request.request_id].error, KeyError)
     check(record, clean, {})
+    assert_baseline(engine, runner)
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_prompt_or_an_end_that_cannot_be_decoded_harms_one_request(aborted: bool) -> None:
+    """A tokenizer that raises at a prompt's last token, or at what an aborted request held back."""
+    broken = Request("broken", (*prompt_of(4), 50), greedy(12))
+    runner = FakeRunner(SPECS, (40, 30, 5), small_config(max_num_seqs=4))
+    tokenizer = HoldsBack() if aborted else BrokenTokenizer()
+    engine = Engine(runner, tokenizer)
+    clean = [r for r in requests() if 50 not in (*expected_tokens(r, SPECS), *r.prompt_token_ids)]
+    for request in (broken, *clean):
+        engine.add_request(request)
+    record = Record()
+    for _ in range(4):
+        record.add(engine.step())
+    if aborted:
+        engine.abort("broken")
+        tokenizer.is_broken = True
+        engine.drain_inbox()
+        tokenizer.is_broken = False
+        record.add(engine.step())
+        assert record.finals["broken"].finish_reason == "abort"
+    else:
+        assert isinstance(record.finals["broken"].error, KeyError)
+    assert clean
+    check(drive(engine, record=record), clean, {})
     assert_baseline(engine, runner)
 
 
