@@ -57,7 +57,8 @@ def group_stats(cache: CacheManager, running: Iterable[Sequence]) -> tuple[Group
 
 def _empty_places(cache: CacheManager, i: int, sequence: Sequence) -> int:
     """Places in the pages of a sequence that hold no token a later step reads."""
-    run, window = sequence.pages[i] if sequence.row else None, cache.page_groups[i].window
+    pages, window = sequence.pages, cache.page_groups[i].window  # read once: it may end meanwhile
+    run = pages[i] if pages else None
     if run is None:
         return 0
     computed, first = sequence.num_computed_tokens, run.first * cache.page_size

@@ -8,6 +8,7 @@ import pytest
 
 from hybrid_jax.cache.chips import find_chip
 from hybrid_jax.config import EngineConfig
+from hybrid_jax.engine.accounting import group_stats
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import Request
 from hybrid_jax.errors import ModelError
@@ -55,6 +56,16 @@ def test_units_and_bytes_follow_the_sequences() -> None:
     # The last pages are taken and given back within one step.
     assert peak <= after.pools[0].peak <= peak + len(lengths)
     assert after.pools[0].fragmentation == 0.0
+
+
+def test_a_sequence_may_end_while_it_is_counted() -> None:
+    """Statistics are for any thread: a sequence that just ended still has a row, but no pages."""
+    engine = make()
+    engine.add_request(Request("a", prompt_of(9), greedy(5)))
+    engine.step()
+    (sequence,) = engine._scheduler.running.values()
+    sequence.pages = ()
+    assert [group.fragmentation for group in group_stats(engine._cache, [sequence])] == [0.0] * 4
 
 
 def test_a_snapshot_survives_json() -> None:
