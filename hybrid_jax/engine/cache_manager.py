@@ -155,7 +155,8 @@ class CacheManager:
 
     def count(self, sequence: Sequence) -> None:
         """Counts what an admitted sequence has computed already, or computes again."""
-        if not sequence.num_preemptions:
+        if not sequence.was_admitted:  # not before a preemption either, or a step that failed
+            sequence.was_admitted = True
             self.num_prompt_tokens += sequence.num_prompt_tokens
             self.num_cached_tokens += sequence.num_computed_tokens
         lost = sequence.num_preempted_tokens - sequence.num_computed_tokens

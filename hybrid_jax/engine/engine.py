@@ -10,6 +10,7 @@ from hybrid_jax.engine.cache_manager import CacheManager
 from hybrid_jax.engine.in_flight import InFlight, LaunchedRow, Sample, prompt_spans
 from hybrid_jax.engine.inbox import Arrival, Inbox
 from hybrid_jax.engine.integrity import check_integrity
+from hybrid_jax.engine.interrupts import uninterrupted
 from hybrid_jax.engine.kept import KeptPrefixes
 from hybrid_jax.engine.outputs import OutputProcessor
 from hybrid_jax.engine.scheduler import Schedule, Scheduler
@@ -144,6 +145,7 @@ class Engine:
         events, self._events = self._events, []
         return events
 
+    @uninterrupted()
     def drain_inbox(self) -> None:
         """Queues new requests and ends aborted ones, without running a step."""
         for item in self._inbox.take():
@@ -226,8 +228,6 @@ class Engine:
         self._finish(steps)
 
     def _finish(self, steps: list[InFlight]) -> None:
-        if not steps:
-            return
         rows = [row for step in steps for row in step.rows]
         try:
             results = [result for step in steps for result in step.read()]
@@ -235,20 +235,20 @@ class Engine:
             self._fail_step([row.sequence for row in rows], error)
             return
         self._clock.lap("wait")
-        for row, result in zip(rows, results, strict=True):
-            if row.sequence.state is SequenceState.FINISHED:
-                continue  # ended while this step was in flight: its token is dropped
-            row.sequence.num_inflight -= row.samples
-            if result.owner_ok:
-                self._take(row, result.samples)
-            else:
-                self._quarantine(row.sequence, _owner_mismatch(row.sequence))
-        self._clock.lap("output")
+        with uninterrupted():
+            for row, result in zip(rows, results, strict=True):
+                if row.sequence.state is SequenceState.FINISHED:
+                    continue  # ended while this step was in flight: its token is dropped
+                row.sequence.num_inflight -= row.samples
+                if result.owner_ok:
+                    self._take(row, result.samples)
+                else:
+                    self._quarantine(row.sequence, _owner_mismatch(row.sequence))
+            self._clock.lap("output")
 
     def _take(self, row: LaunchedRow, samples: list[Sample]) -> None:
         """Appends what a row sampled, up to the end of its sequence; commits what it computed."""
-        sequence, taken, end = row.sequence, 0, None
-        drafts = row.drafts or []
+        sequence, drafts, taken, end = row.sequence, row.drafts or [], 0, None
         if row.drafts is not None:
             self._speculation.verified(sequence, drafts)
         for sample in samples if row.samples else ():
@@ -291,6 +291,7 @@ class Engine:
             self._inbox.ended(sequence.request.request_id)
         self._events.append(event)
 
+    @uninterrupted()
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         self._end(sequence, ReleaseReason.FAILURE, self._outputs.fail(sequence, error))
 
@@ -314,6 +315,7 @@ class Engine:
                 self._fail(sequence, _step_failed(error))
         self._recover()
 
+    @uninterrupted()
     def _recover(self) -> None:
         """Starts all live sequences again on fresh caches; what was lost comes out the same."""
         self._in_flight = []

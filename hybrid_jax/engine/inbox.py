@@ -93,8 +93,7 @@ class Inbox:
     def take(self) -> Iterator[Arrival | Abort]:
         """What was asked for, in order."""
         while self._items:
-            yield self._items[0]
-            self._items.popleft()  # only now: an interrupt must not lose it
+            yield self._items.popleft()
 
     def ended(self, request_id: str) -> None:
         """Hears that a request has had its final event."""

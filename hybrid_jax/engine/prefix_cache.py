@@ -74,7 +74,7 @@ class PrefixCache:
             prefix, reason = self.nothing, "prompt_logprobs"
         sequence.prefix = prefix
         sequence.stops = self.grid.stops(sequence, match.shared)
-        if not sequence.num_preemptions:
+        if not sequence.was_admitted:
             sequence.report = CacheReport(prefix.length, granularity, reason)
 
     @property
@@ -111,7 +111,8 @@ class PrefixCache:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets a waiting sequence start where a running one with the same tokens is."""
         child.prefix = self.of(parent)
-        child.report = CacheReport(child.prefix.length, 1, "prompt_end")
+        if not child.was_admitted:
+            child.report = CacheReport(child.prefix.length, 1, "prompt_end")
 
     def of(self, sequence: Sequence) -> Prefix:
         """All that a running sequence has computed, for others to go on from. Pins nothing."""

@@ -128,6 +128,7 @@ class Sequence:
     num_inflight: int = 0  # 0 or 1 whenever the scheduler looks; 2 while two steps are launched
     num_prefill_tokens: int = 0
     num_preemptions: int = 0
+    was_admitted: bool = False  # ever
     token_array: np.ndarray = field(default_factory=_no_tokens)  # i32; all of `token_ids` when
     # guesses were made last
     draft_token_ids: list[int] = field(default_factory=list)  # guesses of the step being built
