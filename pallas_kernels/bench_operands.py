@@ -165,7 +165,7 @@ def _rwkv7(case: Any, tokens: int, draw: _Draw) -> _StateOperands:
         "a": (-kappa).astype(case.dtype),
         "b": (kappa * draw.between(0.0, 1.0, *keys)).astype(case.dtype),
     }
-    return operands, {}, (case.heads, case.k_dim, case.v_dim), "float32"
+    return operands, {}, (case.k_dim, case.heads * case.v_dim), "float32"
 
 
 def _selective_scan(case: Any, tokens: int, draw: _Draw) -> _StateOperands:

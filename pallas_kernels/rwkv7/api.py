@@ -40,7 +40,7 @@ def rwkv7(
         v: [T, H, dv] values.
         a: [T, H, dk] what is read from the old state,
         b: [T, H, dk] and where it is added.
-        state: f32[slots, H, dk, dv]; donate it to the surrounding jit to update it in place.
+        state: f32[slots, dk, H * dv]; donate it to the surrounding jit to update it in place.
         ragged: row boundaries.
         read_slots: i32[S], 0 (the null slot) for padding rows.
         write_slots: i32[S], 0 for padding rows.
@@ -54,7 +54,7 @@ def rwkv7(
     num_tokens, heads, dv = v.shape
     keys = num_tokens, heads, r.shape[2]
     expected = {name: (x, keys) for name, x in (("r", r), ("w", w), ("k", k), ("a", a), ("b", b))}
-    check_shapes(OP, {**expected, "state": (state, (state.shape[0], *keys[1:], dv))})
+    check_shapes(OP, {**expected, "state": (state, (state.shape[0], keys[2], heads * dv))})
     check_float32(OP, w=w, state=state)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)
     facts = registry.Facts.of(

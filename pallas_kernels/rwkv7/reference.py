@@ -1,6 +1,6 @@
 """RWKV-7's recurrence in plain JAX: the definition of correct, and the path on CPU.
 
-Per head, with state S[dk, dv]:
+Per head, with state S[dk, dv]; heads lie side by side in [dk, H * dv]:
 
     S <- diag(e^w) S + b (x) S^T a + k (x) v;  o = S^T r
 
@@ -28,10 +28,10 @@ def recurrent(
 ) -> tuple[jax.Array, jax.Array]:
     """One sequence. Differentiable; batch it with `jax.vmap`.
 
-    Operands as for `api.rwkv7`; `initial` is f32[H, dk, dv], None: zeros. Returns out [T, H, dv] in
-    the dtype of v, and the final state.
+    Operands as for `api.rwkv7`; `initial` is f32[dk, H * dv], None: zeros. Returns out [T, H, dv]
+    in the dtype of v, and the final state.
     """
-    shape = (v.shape[1], k.shape[2], v.shape[2])
+    shape = (k.shape[2], v.shape[1] * v.shape[2])
     state = jnp.zeros(shape, F32) if initial is None else initial.astype(F32)
     tokens = tuple(x.astype(F32) for x in (r, w, k, v, a, b))
     out, final = recurrence.recurrent(_token, tokens, state)
@@ -66,11 +66,9 @@ def _token(
     a: jax.Array,
     b: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """One token: state [H, dk, dv]; r, w, k, a, b [H, dk]; v [H, dv]."""
-    read = jnp.sum(state * a[:, :, None], axis=1)
-    state = (
-        jnp.exp(w)[:, :, None] * state
-        + b[:, :, None] * read[:, None, :]
-        + k[:, :, None] * v[:, None, :]
-    )
-    return jnp.sum(state * r[:, :, None], axis=1), state
+    """One token: state [dk, H * dv]; r, w, k, a, b [H, dk]; v [H, dv]."""
+    r, w, k, a, b = (x.T[:, :, None] for x in (r, w, k, a, b))
+    old = state.reshape(-1, *v.shape)
+    read = jnp.sum(old * a, axis=0)
+    new = jnp.exp(w) * old + b * read[None] + k * v[None]
+    return jnp.sum(new * r, axis=0), new.reshape(state.shape)

@@ -188,8 +188,9 @@ def rwkv7_oracle(
     b: np.ndarray,
     state: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One sequence: r, w, k, a, b [T, H, dk], v [T, H, dv], state [H, dk, dv]."""
+    """One sequence: r, w, k, a, b [T, H, dk], v [T, H, dv], state [dk, H dv]."""
     out = np.zeros(v.shape)
+    shape, state = state.shape, np.swapaxes(state.reshape(-1, *v.shape[1:]), 0, 1)
     for t in range(len(v)):
         heads = []
         for h, old in enumerate(state):
@@ -197,7 +198,7 @@ def rwkv7_oracle(
             heads.append(move @ old + np.outer(k[t, h], v[t, h]))
         state = np.stack(heads)
         out[t] = np.einsum("hkv,hk->hv", state, r[t])
-    return out, state
+    return out, np.swapaxes(state, 0, 1).reshape(shape)
 
 
 def selective_scan_oracle(
