@@ -11,6 +11,7 @@ from pallas_kernels.ragged import RaggedBatch
 
 OP = "gated_delta_net"
 registry.register(OP, registry.REFERENCE, reference.gated_delta_net, registry.never, composed=True)
+registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:gated_delta_net")
 
 
 def gated_delta_net(

@@ -82,9 +82,9 @@ def test_qwen35_by_hand() -> None:
     lines = {line.name: line for line in plan.lines()}
     linear, full = lines["linear 32 x 128 x 128"], lines["full 4 x 256"]
     assert (linear.layers, linear.count) == (24, 65)
-    # 2 MiB of state per slot and layer, and 3 times 8,192 channels, for 65 slots in rows of 8.
-    assert linear.nbytes == 24 * (65 * 32 * 128 * 128 * 4 + 3 * 72 * 8192 * 2)
-    assert linear.padding == 24 * 3 * 7 * 8192 * 2
+    # 2 MiB of state per slot and layer, and 3 times 8,192 channels, which are whole tiles.
+    assert linear.nbytes == 24 * 65 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert linear.padding == 0
     assert (full.layers, full.count) == (8, 64 * 256 + 1)
     assert full.nbytes == 8 * full.count * 16 * 2 * 4 * 256 * 2
     assert full.padding == 0
