@@ -146,7 +146,7 @@ SegmentBody = Callable[..., None]
 def prefill(
     body: SegmentBody,
     operands: Sequence[jax.Array],
-    gates: jax.Array,
+    gates: jax.Array | None,
     state: jax.Array,
     state_block: tuple[int, ...],
     ragged: RaggedBatch,
@@ -164,12 +164,12 @@ def prefill(
 
     Args:
         body: computes one segment for one block of heads, from refs in VMEM: the block's part of
-            every operand [C, n], gates [1, C, m], out [C, heads * dv], which keeps what tokens of
-            other segments have put there, and the running state f32[1, *state_block], which is
-            updated in place.
+            every operand [C, n], gates [1, C, m] if any, out [C, heads * dv], which keeps what
+            tokens of other segments have put there, and the running state f32[1, *state_block],
+            which is updated in place.
         operands: [T, H, d] each, of value heads or of the key heads that serve them; the last has
             the shape and dtype of the output.
-        gates: [blocks, T, m], see `gates_by_block`.
+        gates: [blocks, T, m], see `gates_by_block`, or None.
         state: f32[slots, ...].
         state_block: the shape of a head block's part of one slot; it is cut along one axis.
         slots: the slots to read and to write, i32[S] each.
@@ -184,10 +184,11 @@ def prefill(
     num_tokens, v_heads, dv = operands[-1].shape
     blocks = v_heads // heads
     flat = [x.reshape(num_tokens, -1) for x in operands]
+    more = [] if gates is None else [gates]
     missing = max(CHUNK - num_tokens, 0)
     if missing:
         flat = [jnp.pad(x, ((0, missing), (0, 0))) for x in flat]
-        gates = jnp.pad(gates, ((0, 0), (0, missing), (0, 0)))
+        more = [jnp.pad(x, ((0, 0), (0, missing), (0, 0))) for x in more]
     segments = Segments.of(ragged, pl.cdiv(num_tokens, CHUNK), slots)
 
     def part(x: jax.Array) -> pl.BlockSpec:
@@ -213,17 +214,20 @@ def prefill(
             grid=(blocks, segments.chunk.shape[0]),
             in_specs=[
                 *(part(x) for x in operands),
-                pl.BlockSpec((1, CHUNK, gates.shape[2]), lambda j, i, chunk, *_: (j, chunk[i], 0)),
+                *(
+                    pl.BlockSpec((1, CHUNK, x.shape[2]), lambda j, i, chunk, *_: (j, chunk[i], 0))
+                    for x in more
+                ),
                 slot(4),
             ],
             out_specs=(part(operands[-1]), slot(5)),
         ),
-        input_output_aliases={len(segments) + len(flat) + 1: 1},
+        input_output_aliases={len(segments) + len(flat) + len(more): 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit
         ),
         interpret=interpret,
-    )(*segments, *flat, gates, state)
+    )(*segments, *flat, *more, state)
     return out[:num_tokens].reshape(num_tokens, v_heads, dv), state
 
 

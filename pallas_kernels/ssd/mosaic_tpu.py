@@ -1,6 +1,7 @@
 """Mamba-2's recurrence on TPU: Pallas kernels that move every state once, from slot to slot.
 
-Decode rows go through `tpu_decode`, prefill rows through `tpu_prefill`; a mixed batch runs both.
+Decode rows go through the kernel of `gla`, prefill rows through `tpu_prefill`; a mixed batch runs
+both.
 What is elementwise in x and dt comes from XLA, which fuses it with what makes them.
 """
 
@@ -10,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tpu_chip, tpu_rows
+from pallas_kernels.gla import tpu_decode
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import ArrayFacts, Facts
-from pallas_kernels.ssd import tpu_decode, tpu_prefill
+from pallas_kernels.ssd import tpu_prefill
 from pallas_kernels.ssd.reference import add_skip, step_size
 from pallas_kernels.tpu_chip import LANES, Chip
 
@@ -46,8 +48,9 @@ def ssd(
     x0, dt0, g0, B0, C0 = (tpu_rows.first_rows(operand, rows) for operand in (x, dt, g, B, C))
     x0 = jnp.where(ragged.row_valid[:, None, None], x0.astype(F32), 0.0)
     y, state = tpu_decode.decode(
-        dt0[:, :, None] * x0, g0, B0, C0, state, ragged, slots, heads=block, **common
-    )
+        C0, B0, dt0[:, :, None] * x0, g0, state, ragged, slots,
+        name="ssd_decode", heads=block, **common,
+    )  # fmt: skip
     y = add_skip(y, x0, D).astype(x.dtype)
     if ragged.decode_only:
         return y, state

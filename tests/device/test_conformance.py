@@ -12,6 +12,8 @@ import pytest
 
 from pallas_kernels.gated_delta_rule.cases import CASES as GATED_DELTA
 from pallas_kernels.gated_delta_rule.cases import MXU_STATE_ATOL as GATED_DELTA_ATOL
+from pallas_kernels.gla.cases import CASES as GLA
+from pallas_kernels.gla.cases import MXU_STATE_ATOL as GLA_ATOL
 from pallas_kernels.paged_attention.cases import CASES as ATTENTION
 from pallas_kernels.registry import REFERENCE
 from pallas_kernels.rows import clear_rows, copy_rows
@@ -52,7 +54,7 @@ CASES = {
         rounding(case, state_atol=GATED_DELTA_ATOL) for case in test_gated_delta_net.CASES
     ],
     test_gated_delta_rule: [rounding(case, state_atol=GATED_DELTA_ATOL) for case in GATED_DELTA],
-    test_gla: test_gla.CASES,
+    test_gla: [rounding(case, atol=GLA_ATOL, state_atol=GLA_ATOL) for case in GLA],
     test_rwkv7: test_rwkv7.CASES,
     test_selective_scan: test_selective_scan.CASES,
     test_ssd: [rounding(case, atol=SSD_ATOL, state_atol=SSD_ATOL) for case in SSD],
@@ -87,7 +89,9 @@ def test_rows_of_pools(case: Any) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("module", [test_gated_delta_rule, test_ssd], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [test_gated_delta_rule, test_gla, test_ssd], ids=lambda m: m.__name__
+)
 def test_references_of_ops_with_kernels(module: Any, batch: str) -> None:
     with jax.default_matmul_precision("highest"):
         for case in module.SMALL:

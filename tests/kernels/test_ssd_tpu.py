@@ -98,7 +98,7 @@ def test_transfers(mode: Literal["on_wait", "eager"], batch: Rows, capfd) -> Non
     assert RACE not in capfd.readouterr().out
 
 
-def facts(case: Case, kind: str = "TPU v6 lite", name: str = "tpu", **changes) -> Facts:
+def facts(case: Case, kind: str = "TPU v6 lite", **changes) -> Facts:
     def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
@@ -109,7 +109,7 @@ def facts(case: Case, kind: str = "TPU v6 lite", name: str = "tpu", **changes) -
         "C": weights,
         "decode_only": True,
     }
-    with platform.target(name, kind):
+    with platform.target("tpu", kind):
         return Facts.of(**(values | changes))
 
 

@@ -6,6 +6,9 @@ import pytest
 
 from pallas_kernels import RaggedBatch, gated_delta_rule
 from pallas_kernels.gated_delta_rule.cases import CASES, Case
+from pallas_kernels.gla import gla
+from pallas_kernels.gla.cases import CASES as GLA_CASES
+from pallas_kernels.gla.cases import Case as GlaCase
 from pallas_kernels.rows import clear_rows, copy_rows
 from pallas_kernels.rows.cases import CASES as ROWS
 from pallas_kernels.ssd import ssd
@@ -15,6 +18,7 @@ from tests.helpers.tpu import EVERY_CHIP, check_in_place, compile_for, needs_lib
 
 pytestmark = needs_libtpu
 GATED_DELTA = {case.name: case for case in CASES}
+GLA = {case.name: case for case in GLA_CASES}
 SSD = {case.name: case for case in SSD_CASES}
 
 
@@ -66,6 +70,49 @@ def test_gated_delta_rule_mixed(name: str, tokens: int, rows: int, chip: str) ->
     compiled = compile_for(chip, gated_delta(case, False), arguments, donate=(5,))
     kernels = ("gated_delta_decode", "gated_delta_prefill")
     check_in_place(compiled, arguments[5], kernels=kernels)
+
+
+def gla_arguments(case: GlaCase, tokens: int, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """q, k, v, g as layers have them, flat; state, row boundaries and slots."""
+    keys, values = case.num_k_heads * case.k_dim, case.num_v_heads * case.v_dim
+    decays = case.num_v_heads * (case.k_dim if case.per_channel else 1)
+    return (
+        *(shape(case.dtype, tokens, width) for width in (keys, keys, values)),
+        shape("float32", tokens, decays),
+        shape("float32", 2 * rows + 1, case.num_v_heads, case.k_dim, case.v_dim),
+        *(shape("int32", n) for n in (rows + 1, rows, 2, rows, rows)),
+    )
+
+
+def run_gla(case: GlaCase, decode_only: bool):
+    def run(q, k, v, g, state, starts, lens, counts, read, write):
+        tokens = q.shape[0]
+        q, k = (x.reshape(tokens, case.num_k_heads, case.k_dim) for x in (q, k))
+        v = v.reshape(tokens, case.num_v_heads, case.v_dim)
+        if case.per_channel:
+            g = g.reshape(tokens, case.num_v_heads, case.k_dim)
+        ragged = RaggedBatch(starts, lens, counts, decode_only)
+        out, state = gla(q, k, v, g, state, ragged, read, write)
+        return out.reshape(tokens, -1), state
+
+    return run
+
+
+@pytest.mark.parametrize("chip", EVERY_CHIP)
+@pytest.mark.parametrize("rows", [20, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["minimax_text_01", "gla_1b"])
+def test_gla_decode(name: str, rows: int, chip: str) -> None:
+    arguments = gla_arguments(GLA[name], rows, rows)
+    compiled = compile_for(chip, run_gla(GLA[name], True), arguments, donate=(4,))
+    check_in_place(compiled, arguments[4], kernels=("gla_decode",))
+
+
+@pytest.mark.parametrize("chip", EVERY_CHIP)
+@pytest.mark.parametrize("name", ["minimax_text_01", "gla_1b"])
+def test_gla_mixed(name: str, chip: str) -> None:
+    arguments = gla_arguments(GLA[name], 300, 20)
+    compiled = compile_for(chip, run_gla(GLA[name], False), arguments, donate=(4,))
+    check_in_place(compiled, arguments[4], kernels=("gla_decode", "gla_prefill"))
 
 
 def ssd_arguments(case: SsdCase, tokens: int, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
