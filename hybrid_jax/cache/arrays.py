@@ -58,8 +58,13 @@ MakeArray = Callable[[tuple[int, ...], DTypeLike, tuple[str | None, ...]], Any]
 """(shape, dtype, one logical axis name per dimension) -> array, or whatever stands for it."""
 
 
-def make_cache(spec: CacheSpec, count: int, page_size: int, make: MakeArray) -> LayerCache:
-    """The arrays of one layer, `count` pages or slots, each made by `make`."""
+def make_cache(
+    spec: CacheSpec, count: int, page_size: int, make: MakeArray, platform: str | None = None
+) -> LayerCache:
+    """The arrays of one layer, `count` pages or slots, each made by `make`.
+
+    Pages have the layout of `platform`; None: of the current one.
+    """
     if isinstance(spec, StateSpec):
         conv, recurrent = spec.arrays
         conv_shape = causal_conv1d.state_shape(count, *conv.shape)
@@ -73,7 +78,9 @@ def make_cache(spec: CacheSpec, count: int, page_size: int, make: MakeArray) -> 
                 (None, "value_heads", None, None),
             ),
         )
-    shape = paged_attention.pages_shape(count, page_size, spec.num_kv_heads, spec.head_dim)
+    shape = paged_attention.pages_shape(
+        count, page_size, spec.num_kv_heads, spec.head_dim, platform
+    )
     return PagedCache(make(shape, storage_dtype(spec.dtype), (None, None, "kv_heads", None)))
 
 

@@ -105,7 +105,7 @@ def layer_bytes(spec: CacheSpec, count: int, page_size: int, placement: Placemen
     def weigh(shape: Shape, dtype: DTypeLike, axes: tuple[str | None, ...]) -> int:
         return device_bytes(placement.shard(spec, shape, axes), dtype, placement.platform)
 
-    return sum(jax.tree.leaves(make_cache(spec, count, page_size, weigh)))
+    return sum(jax.tree.leaves(make_cache(spec, count, page_size, weigh, placement.platform)))
 
 
 def cache_sizes(

@@ -200,7 +200,7 @@ def plan_memory(
     target = chip or this_chip()
     placement = Placement(
         target.platform,
-        lambda spec, shape, axes: partitioner.cache(spec, axes).shard_shape(shape),
+        lambda spec, shape, axes: partitioner.cache(spec, shape, axes).shard_shape(shape),
     )
     parameters = parameter_bytes(partitioner, dtype, target.platform)
     if chip is None:

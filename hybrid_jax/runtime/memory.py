@@ -16,8 +16,9 @@ import numpy as np
 
 from hybrid_jax.cache.arrays import LayerCache
 from hybrid_jax.runtime.batch import Carry
-from hybrid_jax.specs import CacheGroup, StateSpec
+from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec
 from pallas_kernels import registry, rows
+from pallas_kernels.paged_attention import pack, unpack
 from pallas_kernels.storage import decode, encode
 
 BLOCK = 16  # ids per call
@@ -34,8 +35,11 @@ class CarryMemory:
         copy = partial(_copy, sharded=sharded)
         self._copy = [jit(copy, like=group) for group in caches]
         self._fill = [jit(_fill, like=group) for group in caches]
-        self._write = [jit(_write, like=group) for group in caches]
-        self._read = jax.jit(_read)
+        self._write = [
+            jit(partial(_write, spec=group.spec), like=some)
+            for group, some in zip(groups, caches, strict=True)
+        ]
+        self._read = [jax.jit(partial(_read, spec=group.spec)) for group in groups]
         self._states = [g for g, group in enumerate(groups) if isinstance(group.spec, StateSpec)]
         self._set_owner = [jit(_set_owner, like=owners) for owners in carry.owners]
         self._set_history = jit(_set_history, like=carry.history)
@@ -54,9 +58,12 @@ class CarryMemory:
         return carry
 
     def read(self, carry: Carry, g: int, ids: Sequence[int]) -> dict[str, np.ndarray]:
-        """What pages or slots hold: "<layer>.<name>" -> [ids, ...], in the dtype of the values."""
+        """What pages or slots hold: "<layer>.<name>" -> [ids, ...], in the dtype of the values.
+
+        Pages are [ids, G, 2K, H] on every platform, K of head j at row 2j and V at row 2j + 1.
+        """
         caches = self._of_group(carry, g)
-        blocks = [jax.device_get(self._read(caches, block)) for block in _blocks(ids)]
+        blocks = [jax.device_get(self._read[g](caches, block)) for block in _blocks(ids)]
         return {
             name: np.concatenate([block[layer][field] for block in blocks])[: len(ids)]
             for layer, cache in enumerate(caches)
@@ -126,15 +133,26 @@ def _fill(caches: Caches, ids: jax.Array, value: jax.Array) -> Caches:
     return jax.tree.map(fill, caches)
 
 
-def _read(caches: Caches, ids: jax.Array) -> tuple[dict[str, jax.Array], ...]:
-    return tuple(
-        {f.name: decode(getattr(cache, f.name)[ids]) for f in fields(cache)} for cache in caches
-    )
+def _read(caches: Caches, ids: jax.Array, *, spec: CacheSpec) -> tuple[dict[str, jax.Array], ...]:
+    def read(array: jax.Array) -> jax.Array:
+        values = decode(array[ids])
+        if isinstance(spec, StateSpec):
+            return values
+        return unpack(values, spec.num_kv_heads, spec.head_dim)
+
+    return tuple({f.name: read(getattr(cache, f.name)) for f in fields(cache)} for cache in caches)
 
 
-def _write(caches: Caches, ids: jax.Array, values: tuple[dict[str, jax.Array], ...]) -> Caches:
+def _write(
+    caches: Caches, ids: jax.Array, values: tuple[dict[str, jax.Array], ...], *, spec: CacheSpec
+) -> Caches:
+    def write(array: jax.Array, values: jax.Array) -> jax.Array:
+        if not isinstance(spec, StateSpec):
+            values = pack(values, *array.shape[2:])
+        return array.at[ids].set(values)
+
     return tuple(
-        replace(cache, **{k: getattr(cache, k).at[ids].set(v) for k, v in some.items()})
+        replace(cache, **{name: write(getattr(cache, name), v) for name, v in some.items()})
         for cache, some in zip(caches, values, strict=True)
     )
 

@@ -54,12 +54,16 @@ class Partitioner:
                 units["ffn"] = _shared_size(self.model.layers[int(path.split(".")[1])])
         return self._sharding(axes, units)
 
-    def cache(self, spec: CacheSpec, axes: tuple[str | None, ...]) -> NamedSharding:
+    def cache(
+        self, spec: CacheSpec, shape: tuple[int, ...], axes: tuple[str | None, ...]
+    ) -> NamedSharding:
         """The sharding of a cache array of a layer with `spec`."""
         if isinstance(spec, StateSpec):
             heads = {a.name: a.shape[0] for a in spec.arrays}["recurrent"]
             return self._sharding(axes, {"value_heads": heads})
-        return self._sharding(axes, {"kv_heads": spec.num_kv_heads})
+        # Pages with rows that belong to no head cannot be cut by head.
+        cuts_by_head = shape[axes.index("kv_heads")] % spec.num_kv_heads == 0
+        return self._sharding(axes, {"kv_heads": spec.num_kv_heads} if cuts_by_head else {})
 
     @property
     def replicated(self) -> NamedSharding:

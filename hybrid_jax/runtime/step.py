@@ -102,7 +102,7 @@ def init_carry(
 
     def make_for(spec: CacheSpec) -> MakeArray:
         def make(shape: Shape, dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
-            sharding = partitioner.cache(spec, axes) if partitioner else None
+            sharding = partitioner.cache(spec, shape, axes) if partitioner else None
             value = encode(jnp.full((), fill, value_dtype(dtype)), dtype)
             return full(shape, value, dtype, device=sharding)
 

@@ -72,7 +72,7 @@ def refuses(facts: Facts) -> str | None:
 def decode_heads(q: Operand, state: Operand, chip: Chip) -> int | None:
     """Value heads per grid step of decode, for q [T, Hk, dk] and state [slots, Hv, dk, dv]."""
     _, heads, dk, dv = state.shape
-    return tpu_chip.decode_heads(q.shape[1], heads, 4 * dk * dv, chip)
+    return tpu_chip.decode_heads("gla", q.shape[1], heads, 4 * dk * dv, chip)
 
 
 def prefill_heads(q: Operand, state: Operand, chip: Chip) -> int | None:
@@ -86,4 +86,5 @@ def prefill_heads(q: Operand, state: Operand, chip: Chip) -> int | None:
     itemsize = jnp.dtype(q.dtype).itemsize
     each = 4 * 4 * dk * dv + 40 * tpu_rows.CHUNK * (dk + dv)
     most = min(chip.vmem_limit // each, 32 // itemsize)
-    return tpu_chip.head_block(q.shape[1], heads, most, chip)
+    shape = q.shape[1], heads, dk, dv, itemsize
+    return tpu_chip.head_block("gla.prefill_heads", shape, most, chip)

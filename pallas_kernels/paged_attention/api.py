@@ -6,23 +6,13 @@ import jax.numpy as jnp
 from pallas_kernels import registry
 from pallas_kernels.checks import check_shapes
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.pages import pages_shape
 from pallas_kernels.ragged import RaggedBatch
 
 OP = "paged_attention"
 registry.register(OP, registry.REFERENCE, reference.paged_attention, registry.never)
 registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:paged_attention")
 registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:paged_attention")
-
-
-def pages_shape(
-    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
-) -> tuple[int, int, int, int]:
-    """Shape [P, G, 2K, H] of one layer's pages: K of head j at row 2j, V at row 2j + 1.
-
-    K and V of a token are neighbours, so one copy moves both, and a cut of the third axis at an
-    even row is a cut by head.
-    """
-    return (num_pages, page_size, 2 * num_kv_heads, head_dim)
 
 
 def paged_attention(
@@ -51,7 +41,7 @@ def paged_attention(
         q: [T, N, H] queries; query head n reads KV head n // (N / K).
         k: [T, K, H] keys.
         v: [T, K, H] values.
-        pages: [P, G, 2K, H], see `pages_shape`; dtype `storage.storage_dtype` of what the values
+        pages: [P, G, R, L], see `pages_shape`; dtype `storage.storage_dtype` of what the values
             shall be rounded to. Donate it to the surrounding jit to update it in place.
         table: i32[S, M] page ids, 0 where the row has no page.
         ragged: row boundaries.
@@ -88,15 +78,20 @@ def _check(
 ) -> None:
     if q.ndim != 3 or k.ndim != 3 or pages.ndim != 4 or table.ndim != 2:
         raise ValueError(
-            f"{OP}: q and k must be [T, heads, dim], pages [P, G, 2K, H] and table [S, M], "
+            f"{OP}: q and k must be [T, heads, dim], pages [P, G, R, L] and table [S, M], "
             f"got {q.shape}, {k.shape}, {pages.shape}, {table.shape}"
         )
     num_tokens, q_heads, dim = q.shape
     kv_heads = k.shape[1]
+    num_pages, page_size = pages.shape[:2]
+    layouts = [
+        pages_shape(num_pages, page_size, kv_heads, dim, platform)
+        for platform in (None, "cpu", "tpu")
+    ]
     expected = {
         "k": (k, (num_tokens, kv_heads, dim)),
         "v": (v, (num_tokens, kv_heads, dim)),
-        "pages": (pages, pages_shape(pages.shape[0], pages.shape[1], kv_heads, dim)),
+        "pages": (pages, pages.shape if pages.shape in layouts else layouts[0]),
         "table": (table, (ragged.num_rows_padded, table.shape[1])),
     }
     if sinks is not None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import storage
+from pallas_kernels.paged_attention.pages import pack, unpack
 from pallas_kernels.ragged import RaggedBatch
 
 F32 = jnp.float32
@@ -78,7 +79,7 @@ def write(
     page = table[jnp.minimum(rows, ragged.num_rows_padded - 1), column]
     page = jnp.where(rows < ragged.num_rows_padded, page, num_pages)
     kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * kv_heads, dim)
-    kv = storage.encode(kv, pages.dtype)
+    kv = storage.encode(pack(kv, *pages.shape[2:]), pages.dtype)
     return pages.at[page, positions % page_size].set(kv, mode="drop")
 
 
@@ -102,7 +103,7 @@ def _decode(
     def row(
         state: Softmax, q: jax.Array, columns: jax.Array, start: jax.Array, end: jax.Array
     ) -> Softmax:
-        k, v, positions = _context(pages, columns, start, per_block)
+        k, v, positions = _context(pages, columns, start, per_block, q.shape)
         return _attend(state, q, k, v, _visible(positions, end[None] - 1, end, options), options)
 
     def body(i: jax.Array, state: Softmax) -> Softmax:
@@ -141,7 +142,8 @@ def _prefill(
         columns = table[row]
 
         def attend(j: jax.Array, state: Softmax) -> Softmax:
-            k, v, positions = _context(pages, columns, first + j * per_block, per_block)
+            start = first + j * per_block
+            k, v, positions = _context(pages, columns, start, per_block, queries.shape)
             mask = _visible(positions, begin + index, end, options)
             return _attend(state, queries, k, v, mask, options)
 
@@ -173,14 +175,18 @@ def _blocks(first: jax.Array, end: jax.Array, per_block: int, pages: jax.Array) 
 
 
 def _context(
-    pages: jax.Array, columns: jax.Array, start: jax.Array, count: int
+    pages: jax.Array, columns: jax.Array, start: jax.Array, count: int, queries: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`count` logical pages of one row from `start`: K and V f32[K, B, H], positions i32[B]."""
-    size = pages.shape[1]
+    """`count` logical pages of one row from `start`: K and V f32[K, B, H], positions i32[B].
+
+    `queries` is the shape of what they are for, [K, R, Q, H].
+    """
+    size, kv_heads, dim = pages.shape[1], queries[0], queries[3]
     logical = start + jnp.arange(count, dtype=jnp.int32)
     context = storage.decode(pages[columns[logical % columns.shape[0]]])
     # On CPU a batched product of bfloat16 is unimplemented, hence float32 from here on.
-    context = context.reshape(count * size, -1, 2, pages.shape[3]).astype(F32)
+    context = unpack(context, kv_heads, dim).astype(F32)
+    context = context.reshape(count * size, kv_heads, 2, dim)
     positions = logical[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
     k, v = (jnp.swapaxes(context[:, :, i], 0, 1) for i in range(2))
     return k, v, positions.reshape(-1)

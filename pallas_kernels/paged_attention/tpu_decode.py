@@ -48,10 +48,11 @@ def vmem_bytes(
     q: jax.Array | ArrayFacts,
     pages: jax.Array | ArrayFacts,
     table: jax.Array | ArrayFacts,
+    kv_heads: int,
     window: int | None,
 ) -> int:
     """What the decode kernel needs, rounded up."""
-    layout = Layout.of(pages, table.shape[1], window)
+    layout = Layout.of(pages, kv_heads, table.shape[1], window)
     heads = -(-q.shape[1] // 8) * 8
     item = jnp.dtype(pages.dtype).itemsize
     buffers = SLOTS * layout.block_rows * LANES * item
@@ -74,8 +75,8 @@ def decode(
 ) -> jax.Array:
     """Attention of the decode rows: q [S, N, H] -> [S, N, H], 0 for other rows."""
     rows, heads, dim = q.shape
-    layout = Layout.of(pages, table.shape[1], options.window)
-    groups = heads // (pages.shape[2] // 2)
+    layout = Layout.of(pages, options.kv_heads, table.shape[1], options.window)
+    groups = heads // options.kv_heads
     padded, step = -(-heads // 8) * 8, min(ROWS_PER_STEP, rows)
     q = jnp.pad(q, ((0, -rows % step), (0, padded - heads), (0, 0)))
     logits = jnp.zeros(heads, F32) if sinks is None else sinks.astype(F32) * LOG2E
@@ -99,7 +100,7 @@ def decode(
             pltpu.SemaphoreType.DMA((SLOTS,)),
         ],
     )
-    vmem = vmem_bytes(q, pages, table, options.window)
+    vmem = vmem_bytes(q, pages, table, options.kv_heads, options.window)
     kernel = functools.partial(
         _decode_kernel, layout=layout, options=options, groups=groups, width=table.shape[1]
     )
@@ -205,7 +206,7 @@ def _decode_kernel(
             scores, values = [], []
             for at in range(0, layout.block_rows, layout.chunk_rows):
                 keys, value_rows = _keys_and_values(buffer, slot, at, layout)
-                start, stop = at // layout.packing, (at + layout.chunk_rows) // layout.packing
+                start, stop = (x // layout.column_rows for x in (at, at + layout.chunk_rows))
                 hidden = bias[:, start:stop] + _unseen(token[0:1, start:stop], low, high)
                 scores.append(_scores(queries, keys, layout, options) + hidden)
                 values.append(value_rows)
@@ -256,7 +257,7 @@ def _fill_masks(bias: Any, token: Any, layout: Layout, groups: int) -> None:
     within = within - which * group
     chunk = divide(within, tile)
     key = which * tile + within - chunk * tile
-    first = head * 2 if layout.packing == 1 else head
+    first = head if layout.shared or layout.packing == 2 else head * 2
     bias[...] = jnp.where((chunk == 0) & (key == first), 0.0, LOWEST)
 
 
@@ -265,8 +266,8 @@ def _keys_and_values(
 ) -> tuple[jax.Array, jax.Array]:
     """`chunk_rows` rows of a block from row `at`, as K and as V.
 
-    A K of 16 bits shares its words with its V: apart, they are half as many rows each. In 32 bits
-    both are all the rows.
+    A K of 16 bits shares its words with its V: apart, they are half as many rows each. In 32 bits,
+    or if they share rows, both are all the rows.
     """
     page, within = divmod(at, layout.page_rows)
     if layout.chunk_rows < layout.page_rows:
@@ -274,7 +275,7 @@ def _keys_and_values(
     else:
         pages = layout.chunk_rows // layout.page_rows
         rows = buffer[slot, page : page + pages].reshape(layout.chunk_rows, layout.lanes)
-    if layout.packing == 1:
+    if layout.column_rows == 1:
         return rows, rows
     words = pltpu.bitcast(rows, jnp.uint32)
     keys, values = words << 16, words & jnp.uint32(0xFFFF0000)
@@ -322,9 +323,9 @@ def _scores(queries: jax.Array, rows: jax.Array, layout: Layout, options: Option
 
 def _weighted(weights: jax.Array, rows: jax.Array, layout: Layout) -> jax.Array:
     """Sums of V [C * N, L], by weights [N, rows] in the columns of first chunks of Ks."""
-    # The chunk c of a V lies c tiles, and if not taken apart one row, after the first of its K.
-    apart = layout.packing - 1
-    shifts = [1 - apart + c * layout.chunk_columns for c in range(layout.chunks)]
+    # The chunk c of a V lies c tiles after the first of its K, and one row if that is another one.
+    first = 0 if layout.shared or layout.packing == 2 else 1
+    shifts = [first + c * layout.chunk_columns for c in range(layout.chunks)]
     moved = [_roll(weights, by, layout) if by else weights for by in shifts]
     moved = jnp.concatenate(moved, 0).astype(rows.dtype)
     return lax.dot_general(

@@ -125,10 +125,20 @@ def _chunk_of_head(
 ) -> tuple[jax.Array, jax.Array]:
     """K and V [tokens, L] of one chunk of lanes of a head."""
     pages = layout.pages
+    if pages.shared:
+        at, half = divmod(head, pages.packing)
+        word = words[pl.ds(at, tokens, stride=pages.token_rows // pages.packing), :]
+        row = word if pages.packing == 1 else _half(word, half)
+        return row, row
     key = head if pages.packing == 2 else 2 * head
     which, within = divmod(key, pages.chunk_columns)
     at = (which * pages.chunks + chunk) * pages.chunk_columns + within
     word = words[pl.ds(at, tokens, stride=pages.token_columns), :]
     if pages.packing == 1:
         return word, words[pl.ds(at + 1, tokens, stride=pages.token_columns), :]
-    return pltpu.bitcast(word << 16, F32), pltpu.bitcast(word & jnp.uint32(0xFFFF0000), F32)
+    return _half(word, 0), _half(word, 1)
+
+
+def _half(words: jax.Array, half: int) -> jax.Array:
+    """The first or second 16 bits of words as float32: two rows of bfloat16 share a row of them."""
+    return pltpu.bitcast(words & jnp.uint32(0xFFFF0000) if half else words << 16, F32)

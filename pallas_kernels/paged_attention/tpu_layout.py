@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_attention.pages import share_rows
 from pallas_kernels.registry import ArrayFacts
 
 F32 = jnp.float32
@@ -25,6 +26,7 @@ class Options(NamedTuple):
     window: int | None
     softcap: float | None
     sinks: bool
+    kv_heads: int  # of the pages, which may have more than the model: see `pages.pages_shape`
 
 
 class Layout(NamedTuple):
@@ -38,10 +40,17 @@ class Layout(NamedTuple):
     lanes: int  # L
     block: int  # B
     packing: int  # values in a word of 32 bits: 2 lets `_keys_and_values` take K and V apart
+    shared: bool  # K and V of a head are the halves of one row
 
     @classmethod
-    def of(cls, pages: jax.Array | ArrayFacts, table_width: int, window: int | None) -> "Layout":
-        """Of pages [P, G, 2K, H]."""
+    def of(
+        cls,
+        pages: jax.Array | ArrayFacts,
+        kv_heads: int,
+        table_width: int,
+        window: int | None,
+    ) -> "Layout":
+        """Of pages [P, G, R, H]."""
         _, size, rows, dim = pages.shape
         packing = 4 // jnp.dtype(pages.dtype).itemsize
         chunks = dim // LANES if dim > LANES else 1
@@ -49,7 +58,8 @@ class Layout(NamedTuple):
         # Products of float32 are made of several of bfloat16, and of parts of their operands.
         block_bytes = BLOCK_BYTES // (4 if packing == 1 else 1)
         tokens = max(min(BLOCK_TOKENS, block_bytes // token_bytes), size)
-        layout = cls(size, rows, dim, min(rows, 8), chunks, dim // chunks, 1, packing)
+        shared = share_rows(rows, kv_heads)
+        layout = cls(size, rows, dim, min(rows, 8), chunks, dim // chunks, 1, packing, shared)
         if window is None:
             # A power of two: shifts divide by it.
             return layout._replace(block=_power_of_two(min(tokens // size, table_width)))
@@ -80,19 +90,24 @@ class Layout(NamedTuple):
         return self.block * self.page_size
 
     @property
+    def column_rows(self) -> int:
+        """Rows of one column of scores: two where K and V are rows that are taken apart."""
+        return 1 if self.shared else self.packing
+
+    @property
     def columns(self) -> int:
         """Columns of a block's scores."""
-        return self.block_rows // self.packing
+        return self.block_rows // self.column_rows
 
     @property
     def token_columns(self) -> int:
         """Columns of one token."""
-        return self.token_rows // self.packing
+        return self.token_rows // self.column_rows
 
     @property
     def chunk_columns(self) -> int:
         """Columns from one chunk of a head to the next."""
-        return self.tile // self.packing
+        return self.tile // self.column_rows
 
     @property
     def pages_per_chunk(self) -> int:

@@ -105,7 +105,7 @@ def prefill(
 
     Tokens of decode rows get `decoded` [S, N, H], padding tokens 0.
     """
-    layout = PrefillLayout.of(q, pages, table, vmem_limit)
+    layout = PrefillLayout.of(q, pages, table, options.kv_heads, vmem_limit)
     q, decoded = (layout.pad_heads(x) for x in (q, decoded))
     kernel = functools.partial(_prefill_kernel, layout=layout, options=options)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)

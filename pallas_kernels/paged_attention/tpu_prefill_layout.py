@@ -35,21 +35,23 @@ class PrefillLayout(NamedTuple):
         q: jax.Array | ArrayFacts,
         pages: jax.Array | ArrayFacts,
         table: jax.Array | ArrayFacts,
+        kv_heads: int,
         vmem_limit: int,
     ) -> "PrefillLayout":
-        """Of q [T, N, H], pages [P, G, 2K, H] and table [S, M]: the largest pieces that fit.
+        """Of q [T, N, H], pages [P, G, R, H] and table [S, M]: the largest pieces that fit.
 
         The smallest may not fit either: see `vmem_bytes`.
         """
         size, width = pages.shape[1], table.shape[1]
-        heads, kv_heads = q.shape[1], pages.shape[2] // 2
+        heads = q.shape[1]
         groups = _power_of_two_above(heads // kv_heads)
         while kv_heads * groups % SUBLANES:
             groups *= 2
         tile = max(min(TILE, _power_of_two_above(q.shape[0])), SMALLEST_TILE)
         tokens = max(min(BLOCK_TOKENS, _power_of_two_above(width * size)), LANES)
         while True:
-            seen = Layout.of(pages, width, None)._replace(block=max(tokens // size, 1))
+            seen = Layout.of(pages, kv_heads, width, None)
+            seen = seen._replace(block=max(tokens // size, 1))
             rows = min(ROWS, tile * groups // (1 + kv_heads % 2))
             layout = cls(seen, heads, kv_heads, groups, tile, rows, width)
             if layout.vmem_bytes <= vmem_limit:

@@ -14,16 +14,14 @@ from pallas_kernels.ragged import RaggedBatch
 
 
 def write(
-    k: jax.Array,
-    v: jax.Array,
+    kv: jax.Array,
     pages: jax.Array,
     table: jax.Array,
     ragged: RaggedBatch,
     *,
     interpret: Any = False,
 ) -> jax.Array:
-    """Puts K and V [T, K, H] of all rows into `pages`, in place."""
-    kv = jnp.stack([k, v], axis=2).reshape(k.shape[0], 2 * k.shape[1], k.shape[2])
+    """Puts what `pages` hold of the tokens of all rows, [T, R, L], into them, in place."""
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=4,
@@ -48,7 +46,7 @@ def write(
     )
     return call(
         table.reshape(-1), ragged.query_start_loc, ragged.seq_lens, ragged.counts,
-        kv.astype(pages.dtype), pages,
+        kv, pages,
     )  # fmt: skip
 
 

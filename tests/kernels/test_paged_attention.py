@@ -65,7 +65,7 @@ class Setup:
         total = max(sum(len(pages) for pages in live), len(live) * spare) + 3
         ids = iter(rng.permutation(np.arange(1, total)))
         self.table = np.zeros((self.rows.num_rows, width), np.int32)
-        pool = np.full(op.pages_shape(total, size, case.num_kv_heads, case.head_dim), np.nan)
+        pool = np.full((total, size, 2 * case.num_kv_heads, case.head_dim), np.nan)
         self.before, self.after = pool, pool.copy()
         for row, (earlier, query) in enumerate(self.rows.all):
             _, k, v = self.sequences[row]
@@ -92,15 +92,29 @@ class Setup:
         scale = self.case.head_dim**-0.5
         return {"scale": scale, "window": self.case.window, "softcap": self.case.softcap}
 
-    def run(self, implementation: str, pages_dtype: jnp.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """The op's output and the values in its pool, as float64."""
+    def run(
+        self, implementation: str, pages_dtype: jnp.dtype, platform: str | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The op's output and the values in its pool, laid out for `platform`, as float64."""
         call = _jitted(implementation, tuple(self.options.items()))
         q, k, v = (jnp.asarray(x, self.dtype) for x in (self.q, self.k, self.v))
-        pages = storage.encode(jnp.asarray(self.before, self.dtype), pages_dtype)
+        pages = storage.encode(self.pool(platform), pages_dtype)
         sinks = None if self.sinks is None else jnp.asarray(self.sinks, jnp.float32)
         out, pages = call(q, k, v, pages, jnp.asarray(self.table), self.rows.ragged(), sinks=sinks)
         assert out.dtype == self.dtype and pages.dtype == pages_dtype
-        return np.asarray(out, np.float64), np.asarray(storage.decode(pages), np.float64)
+        return np.asarray(out, np.float64), self.values(storage.decode(pages))
+
+    def pool(self, platform: str | None = None) -> jax.Array:
+        """`before` as the pages of a platform; what fills up rows is NaN where no token is."""
+        case, unwritten = self.case, np.isnan(self.before).all(axis=(2, 3))
+        shape = op.pages_shape(*self.before.shape[:2], case.num_kv_heads, case.head_dim, platform)
+        pages = op.pack(jnp.asarray(self.before, self.dtype), *shape[2:])
+        return jnp.where(unwritten[..., None, None], jnp.nan, pages)
+
+    def values(self, pages: jax.Array) -> np.ndarray:
+        """What pages hold, in the order of `after`, as float64."""
+        values = op.unpack(pages, self.case.num_kv_heads, self.case.head_dim)
+        return np.asarray(values, np.float64)
 
 
 @functools.cache
@@ -142,6 +156,60 @@ def test_bfloat16_pages_that_are_not_bits() -> None:
     case = next(case for case in CASES if case.name == "gemma3_270m_local")
     rows = Rows(decode=(20,), prefill=((0, 9),))
     check(Setup(case, rows), "reference", jnp.dtype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "dim", "cpu", "tpu"),
+    [
+        (1, 64, (2, 64), (2, 128)),
+        (2, 64, (4, 64), (2, 128)),
+        (3, 64, (6, 64), (4, 128)),
+        (8, 64, (16, 64), (8, 128)),
+        (4, 32, (8, 32), (4, 128)),
+        (8, 80, (16, 80), (16, 128)),
+        (6, 96, (12, 96), (16, 128)),
+        (8, 128, (16, 128), (16, 128)),
+        (30, 128, (60, 128), (64, 128)),
+        (1, 256, (2, 256), (2, 256)),
+        (4, 320, (8, 320), (8, 384)),
+    ],
+)
+def test_layouts_of_pages(
+    kv_heads: int, dim: int, cpu: tuple[int, int], tpu: tuple[int, int]
+) -> None:
+    shapes = {name: op.pages_shape(9, 16, kv_heads, dim, name) for name in ("cpu", "gpu", "tpu")}
+    assert shapes == {"cpu": (9, 16, *cpu), "gpu": (9, 16, *cpu), "tpu": (9, 16, *tpu)}
+    kv = jnp.asarray(np.random.default_rng(3).normal(size=(5, 2 * kv_heads, dim)), jnp.float32)
+    pages = np.asarray(op.pack(kv, *tpu))
+    assert pages.shape == (5, *tpu)
+    for head in range(kv_heads):  # by hand
+        row, lane = (head, 64) if tpu[0] < 2 * kv_heads else (2 * head + 1, 0)
+        first = pages[:, row if lane else row - 1]
+        np.testing.assert_array_equal(first[:, :dim], kv[:, 2 * head])
+        np.testing.assert_array_equal(pages[:, row, lane : lane + dim], kv[:, 2 * head + 1])
+    assert np.count_nonzero(pages) == kv.size  # the rest is zero
+    np.testing.assert_array_equal(op.unpack(jnp.asarray(pages), kv_heads, dim), kv)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8, 16])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_a_cut_of_the_rows_is_a_cut_by_head(kv_heads: int, dim: int) -> None:
+    rows, lanes = op.pages_shape(1, 1, kv_heads, dim, "tpu")[2:]
+    kv = jnp.asarray(np.random.default_rng(4).normal(size=(3, 2 * kv_heads, dim)), jnp.float32)
+    halves = [op.unpack(x, kv_heads // 2, dim) for x in jnp.split(op.pack(kv, rows, lanes), 2, 1)]
+    np.testing.assert_array_equal(jnp.concatenate(halves, 1), kv)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("shared", 6, 3, 8, page_size=4, window=9), Case("filled_up", 6, 3, 80, page_size=4)],
+    ids=lambda case: case.name,
+)
+def test_the_reference_reads_pages_of_tpus(case: Case) -> None:
+    setup = Setup(case, Rows(decode=(20,), prefill=((0, 9), (7, 30)), pad_rows=1))
+    out, pages = setup.run("reference", setup.dtype, "tpu")
+    np.testing.assert_allclose(out, setup.expected(), rtol=0, atol=case.atol)
+    np.testing.assert_array_equal(pages[1:], setup.after[1:])
 
 
 @pytest.mark.parametrize("pages", ["uint8", "float8_e4m3fn"])

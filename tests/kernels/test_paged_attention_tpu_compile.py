@@ -24,6 +24,8 @@ CASE = {case.name: case for case in CASES} | {
         Case("group_16", 32, 2, 128, 64, window=1024, sinks=True, softcap=20.0, dtype="bfloat16"),
         Case("dim_512", 8, 4, 512, 32, dtype="bfloat16"),
         Case("page_256", 24, 12, 128, 256, dtype="bfloat16"),
+        Case("phi3_mini", 32, 32, 96, dtype="bfloat16"),
+        Case("3_heads_of_80", 6, 3, 80, dtype="bfloat16"),
     )
 }
 NAMES = (
@@ -37,6 +39,10 @@ NAMES = (
     "group_16",
     "dim_512",
     "page_256",
+    "gpt_oss_20b_local",
+    "phi3_mini",
+    "3_heads_of_80",
+    "olmo_hybrid_7b",
 )
 PREFILL_NAMES = ("qwen3_next_bf16_128", "llama3_8b", "group_16")
 
@@ -52,7 +58,7 @@ def arguments(case: Case, rows: int, tokens: int | None = None) -> tuple[jax.Sha
     """
     seen = case.window or CONTEXT
     width = -(-seen // case.page_size) + 1
-    page = pages_shape(1, case.page_size, case.num_kv_heads, case.head_dim)
+    page = pages_shape(1, case.page_size, case.num_kv_heads, case.head_dim, "tpu")
     item = jnp.dtype(case.dtype).itemsize
     num_pages = (256 << 20) // (page[1] * page[2] * page[3] * item)
     tokens = tokens or rows
@@ -100,6 +106,14 @@ def test_mixed(name: str, chip: str) -> None:
     # Queries and output are moved (XLA may prefetch what is small), but not laid out anew.
     makers = {opcode for opcode, dims in results(compiled) if dims == given[0].shape}
     assert not makers & {"transpose", "copy", "fusion", "pad"}, makers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_oss_20b_local", "3_heads_of_80"])
+def test_mixed_with_rows_filled_up(name: str) -> None:
+    given = arguments(CASE[name], ROWS, TOKENS)
+    compiled = compile_for("v6e", attention(CASE[name], False), given, donate=(3,))
+    check_in_place(compiled, given[3], (*KERNELS, "paged_attention_prefill"))
 
 
 def test_the_registry_chooses_it_for_a_tpu() -> None:

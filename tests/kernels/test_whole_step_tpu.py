@@ -20,6 +20,7 @@ from hybrid_jax.runtime.abstract_step import AbstractStep, abstract_step
 from hybrid_jax.runtime.batch import StepKind
 from hybrid_jax.runtime.mesh import Partitioner, abstract_mesh
 from pallas_kernels import platform, registry
+from tests.helpers import tiny
 from tests.helpers.tpu import FREE, compile_for, count_calls, needs_libtpu, results
 
 pytestmark = [needs_libtpu, pytest.mark.slow]
@@ -74,6 +75,17 @@ GEMMA3_4B = {
     "tie_word_embeddings": True,
     "vocab_size": 262208,
 }
+# Narrow but for its heads, which are those of Llama 3.2 and LFM2: K and V share a row.
+HEADS_OF_64 = tiny.TINY["qwen3"] | {
+    "hidden_size": 512,
+    "num_hidden_layers": 1,
+    "layer_types": [tiny.FULL],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 32768,
+}
 DECODE_ATTENTION = ("paged_attention_write", "paged_attention_decode")
 MIXED_ATTENTION = (*DECODE_ATTENTION, "paged_attention_prefill")
 # Per model and phase: which implementation of each op is to run, and how often each kernel.
@@ -97,8 +109,12 @@ CASES = {
         {"paged_attention": "mosaic_tpu"},
         dict.fromkeys(MIXED_ATTENTION, 2),
     ),
+    ("heads_of_64", StepKind.DECODE): (
+        {"paged_attention": "mosaic_tpu"},
+        dict.fromkeys(DECODE_ATTENTION, 1),
+    ),
 }
-MODELS = {"qwen35_9b": QWEN35_9B, "gemma3_4b": GEMMA3_4B}
+MODELS = {"qwen35_9b": QWEN35_9B, "gemma3_4b": GEMMA3_4B, "heads_of_64": HEADS_OF_64}
 
 
 def build(name: str, kind: StepKind, chip: str) -> AbstractStep:

@@ -3,15 +3,18 @@
 from io import StringIO
 from typing import Any
 
+import jax
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_jax.cache.chips import find_chip
+from hybrid_jax.cache.chips import device_bytes, find_chip
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.memory.plan import MemoryPlan, plan_memory
 from hybrid_jax.memory.tables import concurrency_table, plan_line
 from hybrid_jax.models import config_from_hf
+from hybrid_jax.runtime.step import abstract_full, init_carry
+from pallas_kernels import platform
 from tests.helpers import tiny
 
 GIB = 2**30
@@ -154,3 +157,27 @@ def test_concurrency_is_what_a_plan_with_so_many_sequences_holds(name: str) -> N
             options = {"max_num_seqs": count, "max_model_len": line.context}
             wanted = plan_of(model, "cpu", cache_bytes=2**30, **options)
             assert (wanted.caches.total_bytes <= 2**20) == (extra == 0), line
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "per_token"),
+    [
+        (2, 64, 2 * 2 * 64 * 2),  # K and V of a head share the 128 lanes of a row: nothing is lost
+        (2, 80, 2 * 2 * 128 * 2),
+        (3, 128, 8 * 128 * 2),  # 6 rows take 8
+    ],
+)
+def test_pages_of_a_tpu_are_planned_as_they_are_made(
+    kv_heads: int, head_dim: int, per_token: int
+) -> None:
+    heads = {"num_attention_heads": 6, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    plan = plan_of(tiny.TINY["qwen3"] | heads, "v6e", max_num_seqs=2, max_model_len=64)
+    chip, caches = plan.chip, plan.caches
+    line = next(line for line in plan.lines() if line.unit == "page")
+    tokens = line.layers * line.count * plan.config.page_size
+    assert line.nbytes == tokens * per_token
+    assert line.nbytes - line.padding == tokens * 2 * 2 * kv_heads * head_dim
+    with platform.target(chip.platform, chip.kind):
+        carry = init_carry(caches.groups, caches.sizes, plan.config, full=abstract_full)
+    live = [device_bytes(x.shape, x.dtype, "tpu") for x in jax.tree.leaves(carry.caches)]
+    assert sum(live) == line.nbytes
