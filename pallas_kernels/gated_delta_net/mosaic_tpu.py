@@ -36,11 +36,16 @@ def gated_delta_net(
 ) -> tuple[jax.Array, States]:
     """See `api.gated_delta_net`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
     chip, rows = tpu_chip.current(), ragged.num_rows_padded
-    common = {"vmem_limit": chip.vmem_limit, "interpret": interpret}
-    tokens, slots = (qkv, a, b), (read_slots, write_slots)
-    net = {"weights": weights, "k_heads": k_heads, "max_beta": 2.0 if allow_neg_eigval else 1.0}
+    slots = read_slots, write_slots
+    options = {
+        "weights": weights,
+        "k_heads": k_heads,
+        "max_beta": 2.0 if allow_neg_eigval else 1.0,
+        "vmem": chip.vmem,
+        "interpret": interpret,
+    }
     if ragged.decode_only:
-        return tpu_decode.decode(tokens, state, ragged, slots, **net, **common)
+        return tpu_decode.decode((qkv, a, b), state, ragged, slots, **options)
     # Decode rows go into the null slot here, so that their own slots are as they were.
     is_decode = jnp.arange(rows) < ragged.counts[0]
     mixed, conv = causal_conv1d(
@@ -49,14 +54,15 @@ def gated_delta_net(
     )  # fmt: skip
     state = States(conv, state.recurrent)
     first = qkv[:rows], a[:rows], b[:rows]
-    out, state = tpu_decode.decode(first, state, ragged, slots, **net, **common)
+    out, state = tpu_decode.decode(first, state, ragged, slots, **options)
     q, k, v = reference.split(mixed, k_heads, state.recurrent.shape)
     gates = reference.gates(a, b, weights, allow_neg_eigval=allow_neg_eigval)
     heads = delta_rule.prefill_heads(q, state.recurrent, q.dtype.itemsize, chip)
     assert heads is not None, "`refuses` has the reason"
     rest, recurrent = tpu_prefill.prefill(
         (q, k, v, *gates), state.recurrent, ragged, slots,
-        heads=heads, scale=LANES**-0.5, l2norm=True, **common,
+        heads=heads, scale=LANES**-0.5, l2norm=True, vmem_limit=chip.vmem_limit,
+        interpret=interpret,
     )  # fmt: skip
     return tpu_rows.merge(out, rest, ragged), States(state.conv, recurrent)
 

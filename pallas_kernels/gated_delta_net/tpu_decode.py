@@ -35,7 +35,7 @@ def decode(
     weights: Weights,
     k_heads: int,
     max_beta: float,
-    vmem_limit: int,
+    vmem: int,
     interpret: Any = False,
 ) -> tuple[jax.Array, States]:
     """Decode rows of a batch; other rows touch no slot.
@@ -47,7 +47,8 @@ def decode(
         weights: of the layer.
         k_heads: Hk.
         max_beta: factor on sigmoid(b).
-        vmem_limit: bytes of VMEM that the kernel may use.
+        vmem: bytes of VMEM. The kernel claims all of it: in what is left XLA would put a pool of
+            inputs that fits, and copy it there and back as a whole.
         interpret: as for `pl.pallas_call`.
 
     Returns:
@@ -93,10 +94,15 @@ def decode(
         ),
         input_output_aliases={10: 1, 11: 2},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem
         ),
         interpret=interpret,
-    )(*decode_schedule(ragged, slots), *tokens, *layer, *state)
+    )(
+        *decode_schedule(ragged, slots),
+        *tokens,
+        *layer,
+        *state,
+    )
     return out.reshape(rows, v_heads, LANES), States(*pools)
 
 
@@ -139,31 +145,33 @@ def _kernel(
 
     @pl.when(i < count[0])
     def _row() -> None:
-        # Selected, since the slot may hold anything.
         from_zeros = fresh[i] == 1
-        stored = [storage.decode(inputs[0, j]).astype(F32) for j in range(width - 1)]
-        tail = [*(jnp.where(from_zeros, 0.0, x) for x in stored), rows[r]]
+
+        def read(pool: Any, j: int) -> jax.Array:
+            # Selected, since the slot may hold anything.
+            return jnp.where(from_zeros, 0.0, storage.decode(pool[0, j]).astype(F32))
+
+        tail = [*(read(inputs, j) for j in range(width - 1)), rows[r]]
         for j, x in enumerate(tail[1:]):
             inputs_after[0, j] = storage.encode(x, inputs.dtype)
-        y = taps[width]
-        for j, x in enumerate(tail):
-            y = y + x * taps[j]
+        y = sum((x * taps[j] for j, x in enumerate(tail)), taps[width])
         y = y * lax.logistic(y)
         v_row[...] = y[2 * k_heads :]
-        qk = y[: 2 * k_heads]
-        qk = qk * lax.rsqrt(jnp.sum(qk * qk, axis=1, keepdims=True) + 1e-6)
-        columns = qk.T
+        q, k = y[:k_heads], y[k_heads : 2 * k_heads]
+        q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + 1e-6) for x in (q, k))
+        q = q * LANES**-0.5
+        columns, both = jnp.concatenate([q, k], axis=0).T, jnp.sum(q * k, axis=1, keepdims=True)
         gate = gates[pl.ds(r, 1), :]
-        decay, beta = gate[:, :v_heads], gate[:, v_heads:]
         for h in range(v_heads):
             at = h // group
             qh, kh = columns[:, at : at + 1], columns[:, k_heads + at : k_heads + at + 1]
-            state = jnp.where(from_zeros, 0.0, before[0, h]) * decay[:, h : h + 1]
-            memory = jnp.sum(state * kh, axis=0, keepdims=True)
-            delta = beta[:, h : h + 1] * (v_row[h : h + 1] - memory)
-            state = state + kh * delta
-            after[0, h] = state
-            out_rows[r, h : h + 1] = LANES**-0.5 * jnp.sum(state * qh, axis=0, keepdims=True)
+            decay, beta = gate[:, h : h + 1], gate[:, v_heads + h : v_heads + h + 1]
+            # The output comes from the old state too, so that both sums go over it at once.
+            old = read(before, h)
+            old_q, old_k = (jnp.sum(old * x, axis=0, keepdims=True) for x in (qh, kh))
+            delta = beta * (v_row[h : h + 1] - decay * old_k)
+            after[0, h] = decay * old + kh * delta
+            out_rows[r, h : h + 1] = decay * old_q + both[at : at + 1] * delta
 
     # Without decode rows the null slot is written, with what it held.
     @pl.when((i == 0) & (count[0] == 0))

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import RaggedBatch, gated_delta_rule
+from pallas_kernels import RaggedBatch, gated_delta_net, gated_delta_rule
+from pallas_kernels.causal_conv1d import state_shape
+from pallas_kernels.gated_delta_net.cases import CASES as NET_CASES
 from pallas_kernels.gated_delta_rule.cases import CASES, Case
 from pallas_kernels.gla import gla
 from pallas_kernels.gla.cases import CASES as GLA_CASES
@@ -14,11 +16,12 @@ from pallas_kernels.rows.cases import CASES as ROWS
 from pallas_kernels.ssd import ssd
 from pallas_kernels.ssd.cases import CASES as SSD_CASES
 from pallas_kernels.ssd.cases import Case as SsdCase
-from tests.helpers.tpu import EVERY_CHIP, check_in_place, compile_for, needs_libtpu
+from tests.helpers.tpu import EVERY_CHIP, FREE, check_in_place, compile_for, needs_libtpu, results
 
 pytestmark = needs_libtpu
 GATED_DELTA = {case.name: case for case in CASES}
 GLA = {case.name: case for case in GLA_CASES}
+NETS = {case.name: case for case in NET_CASES}
 SSD = {case.name: case for case in SSD_CASES}
 
 
@@ -113,6 +116,38 @@ def test_gla_mixed(name: str, chip: str) -> None:
     arguments = gla_arguments(GLA[name], 300, 20)
     compiled = compile_for(chip, run_gla(GLA[name], False), arguments, donate=(4,))
     check_in_place(compiled, arguments[4], kernels=("gla_decode", "gla_prefill"))
+
+
+@pytest.mark.parametrize("chip", EVERY_CHIP)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("qwen35_9b", 1), ("qwen35_9b", 20), ("qwen35_9b", 256), ("qwen3_next_80b", 64)],
+)
+def test_gated_delta_net_decode(name: str, rows: int, chip: str) -> None:
+    case, slots = NETS[name], 2 * rows + 1
+    gate = shape(case.dtype, rows, case.num_v_heads)
+    conv = shape(case.dtype, *state_shape(slots, case.width - 1, case.channels))
+    recurrent = shape("float32", slots, case.num_v_heads, case.k_dim, case.v_dim)
+    weights = gated_delta_net.Weights(
+        shape(case.dtype, case.channels, case.width),
+        None,
+        *[shape("float32", case.num_v_heads)] * 2,
+    )
+    batch = [shape("int32", n) for n in (rows + 1, rows, 2, rows, rows)]
+
+    def run(conv, recurrent, qkv, a, b, weights, starts, lens, counts, read, write):
+        ragged, states = RaggedBatch(starts, lens, counts, True), (conv, recurrent)
+        out, states = gated_delta_net.gated_delta_net(
+            qkv, a, b, gated_delta_net.States(*states), ragged, read, write,
+            weights=weights, k_heads=case.num_k_heads,
+        )  # fmt: skip
+        return out.reshape(rows, -1), *states
+
+    qkv = shape(case.dtype, rows, case.channels)
+    arguments = (conv, recurrent, qkv, gate, gate, weights, *batch)
+    compiled = compile_for(chip, run, arguments, donate=(0, 1))
+    check_in_place(compiled, recurrent, kernels=("gated_delta_net_decode",))
+    assert {opcode for opcode, dims in results(compiled) if dims == conv.shape} <= FREE
 
 
 def ssd_arguments(case: SsdCase, tokens: int, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
