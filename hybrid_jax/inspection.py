@@ -36,7 +36,7 @@ def inspect_model(
     """Reads a model's config (no weights are loaded) and adds up its parameters and caches.
 
     Args:
-        path: a model directory or GGUF file.
+        path: a model directory, GGUF file or config.json.
         dtype: of weights, K/V and convolution states; recurrent states are float32 always.
         max_model_len: tokens of the sequence that the bytes are for; 0: the model's, at most 8,192.
 

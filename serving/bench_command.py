@@ -11,7 +11,7 @@ from rich.table import Table
 from hybrid_jax.cache.chips import format_bytes
 from hybrid_jax.errors import HybridJaxError
 from serving.op_choices import parse_choices
-from serving.terminal import JsonOption, PlotOption, console, write_json
+from serving.terminal import JsonOption, OutputOption, PlotOption, console, write_json
 
 bench = typer.Typer(help="Measure a model, its kernels or a server.", no_args_is_help=True)
 
@@ -26,6 +26,7 @@ LengthOption = Annotated[
     int, typer.Option(help="Tokens of a sequence; 0: as many as the requests need.")
 ]
 BudgetOption = Annotated[int, typer.Option(help="Tokens of a step.")]
+GuessesOption = Annotated[int, typer.Option(help="Guesses per sequence and step; 0: none.")]
 ImplementationOption = Annotated[
     list[str] | None, typer.Option(help="op=name: what must run an op.")
 ]
@@ -42,6 +43,7 @@ def latency(
     dtype: DtypeOption = "auto",
     max_model_len: LengthOption = 0,
     max_num_batched_tokens: BudgetOption = 1024,
+    num_speculative_tokens: GuessesOption = 0,
     implementation: ImplementationOption = None,
     seed: SeedOption = 0,
     as_json: JsonOption = "",
@@ -53,10 +55,11 @@ def latency(
     runner = _open(
         model,
         dtype,
-        batches,
+        implementation,
+        max_num_seqs=max(batches),
         max_model_len=max_model_len or prompt_tokens + output_tokens,
         max_num_batched_tokens=max_num_batched_tokens,
-        implementations=parse_choices(implementation or []),
+        num_speculative_tokens=num_speculative_tokens,
     )
     results = measure.measure_latency(
         runner,
@@ -65,6 +68,7 @@ def latency(
         output_tokens=output_tokens,
         rounds=rounds,
         seed=seed,
+        progress=_say,
     )
     report = {"latency": [result.to_dict() for result in results]} | measure.describe(runner)
     write_json(report, as_json)
@@ -82,6 +86,7 @@ def throughput(
     dtype: DtypeOption = "auto",
     max_model_len: LengthOption = 0,
     max_num_batched_tokens: BudgetOption = 1024,
+    num_speculative_tokens: GuessesOption = 0,
     implementation: ImplementationOption = None,
     seed: SeedOption = 0,
     plot: PlotOption = None,
@@ -97,10 +102,11 @@ def throughput(
     runner = _open(
         model,
         dtype,
-        batches,
+        implementation,
+        max_num_seqs=max(batches),
         max_model_len=max_model_len or prompts[1] + outputs[1],
         max_num_batched_tokens=max_num_batched_tokens,
-        implementations=parse_choices(implementation or []),
+        num_speculative_tokens=num_speculative_tokens,
     )
     results = measure.measure_throughput(
         runner,
@@ -109,6 +115,7 @@ def throughput(
         prompt_tokens=prompts,
         output_tokens=outputs,
         seed=seed,
+        progress=_say,
     )
     report = {"throughput": [result.to_dict() for result in results]} | measure.describe(runner)
     write_json(report, as_json)
@@ -169,7 +176,7 @@ def serve(
         list[str] | None, typer.Option(help="ttft=0.5, tpot=0.05 or e2e=10, in seconds.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of texts and arrivals.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+    output: OutputOption = None,
 ) -> None:
     """Load any server that has OpenAI's API: TTFT, TPOT, ITL, E2E, throughput and goodput."""
     try:
@@ -222,12 +229,17 @@ async def first_model(url: str, api_key: str) -> str:
         raise ValueError(f"{url} lists no models ({error}); start it or give --model") from None
 
 
-def _open(model: Path | None, dtype: str, batches: list[int], **options: Any) -> Any:
-    """A runner with room for the largest batch."""
+def _open(model: Path | None, dtype: str, implementation: list[str] | None, **options: Any) -> Any:
+    """A runner on the device here."""
     from hybrid_jax.bundled import bundled_model
     from hybrid_jax.measure import open_runner
 
-    return open_runner(model or bundled_model(), dtype=dtype, max_num_seqs=max(batches), **options)
+    options["implementations"] = parse_choices(implementation or [])
+    return open_runner(model or bundled_model(), dtype=dtype, **options)
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def _range(name: str, text: str) -> tuple[int, int]:
@@ -246,7 +258,7 @@ def _limits(slo: list[str]) -> dict[str, float]:
             limits[name] = float(value)
         except ValueError:
             name = ""
-        if name not in ("ttft", "tpot", "e2e"):
+        if name not in ("ttft", "tpot", "e2e") or not limits[name] > 0:  # nor NaN
             raise ValueError(f"--slo must be ttft=, tpot= or e2e= with seconds, got {text!r}")
     return limits
 

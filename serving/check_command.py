@@ -183,3 +183,4 @@ def drift(
     if report.worst > threshold:
         out.print(f"drifts: {report.worst:.3g} deviations, more than {threshold:g}")
         raise typer.Exit(1)
+    out.print(f"passes: {report.worst:.3g} deviations, at most {threshold:g}")

@@ -14,6 +14,7 @@ from hybrid_jax.errors import HybridJaxError
 from serving import commands_plan
 from serving.bench_command import bench
 from serving.check_command import check
+from serving.commands_plan import PathArgument
 from serving.op_choices import parse_choices
 from serving.profile_command import profile
 
@@ -60,6 +61,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     max_model_len: Annotated[int, typer.Option(help="0: the model's, at most 8,192.")] = 0,
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices to cut the model over.")] = 1,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Guesses per step; 0: none.")] = 0,
     chat: Annotated[bool, typer.Option(help="Wrap each prompt in the chat template.")] = False,
     enforce_eager: Annotated[bool, typer.Option(help="Run the step unjitted, to debug.")] = False,
     implementation: Annotated[
@@ -77,6 +79,7 @@ def generate(
     options = {
         "max_model_len": max_model_len,
         "tensor_parallel_size": tensor_parallel_size,
+        "num_speculative_tokens": num_speculative_tokens,
         "enforce_eager": enforce_eager,
         "implementations": parse_choices(implementation or []),
         "max_num_seqs": min(len(prompts), 16),
@@ -111,7 +114,7 @@ def _stream(llm: "LLM", prompt: str, params: "SamplingParams") -> None:
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Model directory or .gguf file.")],
+    path: PathArgument,
     dtype: Annotated[str, typer.Option(help="Of weights and K/V.")] = "bfloat16",
     max_model_len: Annotated[int, typer.Option(help="0: the model's, at most 8,192.")] = 0,
 ) -> None:

@@ -10,12 +10,14 @@ from rich.console import Console
 TABLE_WIDTH = 100  # where the output is no terminal
 
 
-def _check_target(target: str) -> str:
+def _check_target(option: typer.CallbackParam, target: Any) -> Any:
     """Raises ValueError if there cannot be such a file, before anything is measured for it."""
-    if target not in ("", "-"):
+    if target not in (None, "", "-"):
         path = Path(target)
         if path.is_dir() or not path.parent.is_dir():
-            raise ValueError(f"--json {target!r} is no file in an existing directory; name one")
+            raise ValueError(
+                f"{option.opts[0]} {str(target)!r} is no file in an existing directory; name one"
+            )
     return target
 
 
@@ -26,6 +28,9 @@ JsonOption = Annotated[
         help="JSON file for the figures; -: stdout, without tables.",
         callback=_check_target,
     ),
+]
+OutputOption = Annotated[
+    Path | None, typer.Option(help="JSON file for the figures.", callback=_check_target)
 ]
 PlotOption = Annotated[
     Path | None, typer.Option(help='Figure to write, as .png, .pdf or .svg; needs "plots".')

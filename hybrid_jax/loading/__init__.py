@@ -86,7 +86,7 @@ def verify_layer_map(path: str | Path, config: ModelConfig) -> None:
         ModelError: naming every layer whose kind contradicts its tensors.
     """
     path = model_path(path)
-    if path.is_file() or any(path.glob("*.safetensors")):
+    if path.suffix != ".json" and (path.is_file() or any(path.glob("*.safetensors"))):
         check_layer_map(config, _original_names(config, open_source(path)))
 
 

@@ -10,12 +10,15 @@ from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import StepRunner
 from hybrid_jax.measure.requests import (
     Clock,
+    Progress,
     RequestTimes,
     at_least_one,
     check_batch,
     latencies,
+    no_progress,
     random_requests,
     run_requests,
+    warming_up,
 )
 
 
@@ -46,6 +49,7 @@ def measure_latency(
     rounds: int = 5,
     seed: int = 0,
     clock: Clock = time.perf_counter,
+    progress: Progress = no_progress,
 ) -> tuple[Latency, ...]:
     """One `Latency` per batch size, each on a fresh engine. Prompts are random and all different.
 
@@ -60,6 +64,7 @@ def measure_latency(
     for batch in batches:
         check_batch(runner, batch)
         engine, times = Engine(runner, None), list[RequestTimes]()
+        progress(warming_up(batch))
         for counts in (False, *[True] * rounds):
             lengths = [(prompt_tokens, output_tokens)] * batch
             requests = random_requests(lengths, runner.model_config.vocab_size, rng)

@@ -14,8 +14,18 @@ from hybrid_jax.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)
 Clock = Callable[[], float]  # seconds
+Progress = Callable[[str], object]  # is told what is going on, a line at a time
 
 at_least_one = integer(1, INT32_MAX, "use 1 or more")
+
+
+def no_progress(line: str) -> None:
+    """Tells nobody."""
+
+
+def warming_up(batch: int) -> str:
+    """What is going on before the first figure of a batch."""
+    return f"{batch} at once: compiling, in a run that is not counted"
 
 
 def check_batch(runner: StepRunner, batch: int) -> None:

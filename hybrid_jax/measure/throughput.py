@@ -11,10 +11,13 @@ from hybrid_jax.engine.step_clock import Phase
 from hybrid_jax.engine.types import StepRunner
 from hybrid_jax.measure.requests import (
     Clock,
+    Progress,
     at_least_one,
     check_batch,
+    no_progress,
     random_requests,
     run_requests,
+    warming_up,
 )
 
 Range = tuple[int, int]  # of tokens, both ends included
@@ -65,6 +68,7 @@ def measure_throughput(
     output_tokens: Range = (16, 64),
     seed: int = 0,
     clock: Clock = time.perf_counter,
+    progress: Progress = no_progress,
 ) -> tuple[Throughput, ...]:
     """One `Throughput` per batch size, each on a fresh engine.
 
@@ -88,7 +92,9 @@ def measure_throughput(
             random_requests(lengths, vocab, random.Random(f"{name} {seed}"))
             for name in ("warm-up", "timed")
         )
-        run_requests(Engine(runner, None), warm_up, batch, clock)
+        engine = Engine(runner, None)
+        progress(warming_up(batch))
+        run_requests(engine, warm_up, batch, clock)
         engine = Engine(runner, None)
         times, seconds = run_requests(engine, timed, batch, clock)
         stats, memory = engine.stats(), engine.memory()

@@ -12,6 +12,7 @@ from serving import cli
 from tests.helpers import tiny
 
 Run = Callable[..., tuple[int, str, str]]
+COMPILING = "2 at once: compiling, in a run that is not counted\n"
 SHAPE = ("--batch", 2, "--max-num-batched-tokens", 8)  # two steps to compile, for all tests
 
 
@@ -39,14 +40,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_latency(run: Run, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "latency.json"
     size = ("--prompt-tokens", 3, "--output-tokens", 4, "--rounds", 2)
-    code, out, err = run("bench", "latency", model, *SHAPE, *size, "--json", file)
-    assert (code, err) == (0, "")
+    guesses = ("--num-speculative-tokens", 1)
+    code, out, err = run("bench", "latency", model, *SHAPE, *size, *guesses, "--json", file)
+    assert (code, err) == (0, COMPILING)
     for words in ("ttft", "tpot", "itl", "not counted", "lara_mini in float32"):
         assert words in out
     assert "gated_delta_rule: reference" in " ".join(out.split())
     report = json.loads(file.read_text())
     assert [r["batch"] for r in report["latency"]] == [2]
     assert {r["prompt_tokens"] for r in report["latency"]} == {3}
+    assert report["engine"]["num_speculative_tokens"] == 1
     assert report["engine"]["max_model_len"] == 7 and report["engine"]["max_num_seqs"] == 2
     assert {"jax", "python", "hybrid_jax"} <= report["versions"].keys()
     assert report["machine"]["platform"] == "cpu" and report["machine"]["cores"] >= 1
@@ -57,7 +60,7 @@ def test_throughput_and_its_plot(run: Run, model: Path, tmp_path: Path) -> None:
     plot = tmp_path / "throughput.png"
     size = ("--requests", 2, "--prompt-tokens", "2-4", "--output-tokens", "3")
     code, out, err = run("bench", "throughput", model, *SHAPE, *size, "--plot", plot, "--json", "-")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, COMPILING)
     report = json.loads(out)  # nothing else is on stdout
     assert [r["output_tokens"] for r in report["throughput"]] == [6]
     assert all(4 <= r["prompt_tokens"] <= 8 for r in report["throughput"])
@@ -129,9 +132,12 @@ MISTAKES = {
     "longer than the model": (["latency", "--prompt-tokens", 99999], "max_model_len"),
     "no range": (["throughput", "--prompt-tokens", "few"], "got 'few'; use 32-128"),
     "backwards": (["throughput", "--output-tokens", "9-3"], "got 9 to 3"),
+    "many guesses": (["throughput", "--num-speculative-tokens", 65], "got 65"),
     "no figure": (["throughput", "--plot", "a.doc"], "'a.doc' is no png"),
     "no directory": (["kernels", "rows", "--json", "none/a"], "--json 'none/a' is no file in an"),
     "a directory": (["latency", "--json", "."], "--json '.' is no file"),
+    "too much": (["kernels", "--rows", 10**9], "with 1,000,000,000 rows of 1,025 tokens takes"),
+    "far too much": (["kernels", "gla", "--tokens", 10**12], "tokens must be at most 1073741824"),
     "no such kernel": (["kernels", "frob"], "unknown op 'frob'"),
     "no such case": (["kernels", "rows", "--case", "frob"], "rows has no case 'frob'"),
     "no such op": (["latency", "--implementation", "frob=x"], "unknown op 'frob'"),

@@ -117,6 +117,9 @@ def test_the_command_writes_its_figures(
         (["--output", str(file), "--slo", "ttft=100"], 0, "goodput_requests_per_second"),
         (["--workload", "strange"], 2, "strange"),
         (["--slo", "ttft"], 2, "--slo"),
+        (["--slo", "ttft=nan"], 2, "got 'ttft=nan'"),
+        (["--slo", "e2e=0"], 2, "got 'e2e=0'"),
+        (["--output", str(tmp_path / "none" / "a")], 2, "is no file in an existing directory"),
         (["--rate", "1"], 2, "either"),
         (["--url", "http://127.0.0.1:1"], 2, "lists no models"),
     ):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hybrid_jax import LLM, SamplingParams
+from hybrid_jax import LLM, EngineConfig, SamplingParams
 from hybrid_jax.generate import generate
 from hybrid_jax.loading import load_model
 from pallas_kernels import registry
@@ -58,7 +58,19 @@ def test_generate_prints_the_oracles_text(run: Run, model: Path) -> None:
     assert run("generate", "to be", "or not", "--model", model, *SHORT) == (0, one + two, "")
 
 
-def test_inspect_prints_layers_parameters_and_bytes(run: Run, model: Path) -> None:
+def test_generate_guesses(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text."""
+    options: list[dict[str, object]] = []
+    of = EngineConfig.of
+    monkeypatch.setattr(EngineConfig, "of", lambda given: options.append(given) or of(given))
+    guesses = ("--num-speculative-tokens", 2)
+    text = expected(model, "to be")
+    assert run("generate", "to be", "--model", model, *SHORT, *guesses) == (0, text, "")
+    assert options[0]["num_speculative_tokens"] == 2
+
+
+def test_inspect_prints_layers_parameters_and_bytes(run: Run, model: Path, tmp_path: Path) -> None:
+    """From a directory, or from its config.json alone."""
     code, out, err = run("inspect", model, "--max-model-len", 64)
     assert (code, err) == (0, "")
     assert "layers: 1 window, 1 linear, 1 full" in out
@@ -67,6 +79,9 @@ def test_inspect_prints_layers_parameters_and_bytes(run: Run, model: Path) -> No
     # K and V of two heads of 16 in bfloat16; a window of 8; 64 tokens of full attention.
     for words in ("128 B", "1.0 KiB", "8.0 KiB"):
         assert words in out
+    alone = tmp_path / "config.json"
+    alone.write_bytes((model / "config.json").read_bytes())
+    assert run("inspect", alone, "--max-model-len", 64) == (0, out, "")
 
 
 PLAN = ("--chip", "v5e", "--estimate")
@@ -184,6 +199,7 @@ def test_check_drift_ends_with_1_above_the_threshold(run: Run, model: Path) -> N
     code, out, err = run("check", "drift", model, "--tokens", 100)
     assert (code, err) == (0, "")
     assert "1 - 64" in out and "65 - 100" in out and "the most likely token" in out
+    assert "passes: " in out and "deviations, at most 0.05" in out
     code, out, err = run("check", "drift", model, "--tokens", 100, "--threshold", 0)
     assert (code, err) == (1, "") and "drifts: " in out
     code, out, err = run("check", "drift", model, "--tokens", 5000)
