@@ -13,6 +13,7 @@ the best for this kind of device (`pallas_kernels/tuning.py`).
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import platform, registry, tuning
-from pallas_kernels.bench_operands import OPS, Batch, Call, cases_of, make_call
+from pallas_kernels.bench_operands import OPS, Batch, Call, call_bytes, cases_of, make_call
 
+MOST = 2**30  # rows, or tokens
 SAMPLE_SECONDS = 0.02  # a sample is as many calls as take about so long
 WORTH = 0.02  # what a tuned size must gain: less is noise
 
@@ -61,6 +63,8 @@ def batches(rows: int, context: int, tokens: int) -> tuple[Batch, Batch]:
     for name, value, least in (("rows", rows, 1), ("context", context, 1), ("tokens", tokens, 2)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}; use {least} or more")
+        if value > MOST:
+            raise ValueError(f"{name} must be at most {MOST}, got {value}; use fewer")
     return Batch(rows, context, 1), Batch(1, 0, tokens)
 
 
@@ -84,7 +88,7 @@ def time_op(
         rounds: samples of each implementation.
 
     Raises:
-        ValueError: an op or case is unknown, or a number is too small.
+        ValueError: an op or case is unknown, or a number is too small or too large for this memory.
     """
     return [
         timing
@@ -107,7 +111,10 @@ def _wanted(
         raise ValueError(f"rounds must be at least 1, got {rounds}; use 1 or more")
     decode, prefill = batches(rows, context, tokens)
     found = (decode,) if op == "rows" else (decode, prefill)
-    return [(known[name], batch) for name in cases or known for batch in found]
+    wanted = [(known[name], batch) for name in cases or known for batch in found]
+    for case, batch in wanted:
+        _check_bytes(op, case, batch)
+    return wanted
 
 
 def _time_case(
@@ -199,6 +206,18 @@ def _take_turns(samplers: dict[Any, "_Sampler"], rounds: int) -> dict[Any, list[
         for name in order:
             seconds[name].append(samplers[name].sample())
     return seconds
+
+
+def _check_bytes(op: str, case: Any, batch: Batch) -> None:
+    """Raises ValueError if the device, or the host if it has no memory of its own, is too small."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    most = stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    need = call_bytes(op, case, batch)
+    if need > most:
+        raise ValueError(
+            f"{op} on {case.name} with {batch.rows:,} rows of {batch.earlier + batch.new:,} tokens "
+            f"takes {need:,} bytes and there are {most:,}; use fewer"
+        )
 
 
 class _Sampler:

@@ -33,7 +33,7 @@ class Batch:
         """As the ops take it."""
         decode = self.new == 1
         return RaggedBatch(
-            jnp.asarray(self.new * np.arange(self.rows + 1), jnp.int32),
+            self.new * jnp.arange(self.rows + 1, dtype=jnp.int32),
             jnp.full(self.rows, self.earlier + self.new, jnp.int32),
             jnp.asarray((self.rows * decode, self.rows), jnp.int32),
             decode,
@@ -55,7 +55,20 @@ def cases_of(op: str) -> tuple[Any, ...]:
 
 def make_call(op: str, case: Any, batch: Batch, seed: int = 0) -> Call:
     """The op on a case. Operands are drawn by `seed`."""
-    draw = _Draw(np.random.default_rng(seed))
+    return _make_call(op, case, batch, _Draw(np.random.default_rng(seed)))
+
+
+def call_bytes(op: str, case: Any, batch: Batch) -> int:
+    """Bytes of the pool and the operands of `make_call`, which are not made."""
+
+    def arrays() -> tuple[jax.Array, dict[str, Any]]:
+        call = _make_call(op, case, batch, _Zeros())
+        return call.pool, call.operands
+
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(arrays)))
+
+
+def _make_call(op: str, case: Any, batch: Batch, draw: "_Draw") -> Call:
     if op in _STATE_OPS:
         return _state_op(op, case, batch, draw)
     if op == "gated_delta_net":
@@ -82,9 +95,31 @@ class _Draw:
         """Uniform, float32."""
         return jnp.asarray(self._rng.uniform(low, high, size=shape), jnp.float32)
 
+    def permutation(self, count: int) -> jax.Array:
+        """The numbers below `count`, int32."""
+        return jnp.asarray(self._rng.permutation(count), jnp.int32)
+
     def log_decay(self, *shape: int) -> jax.Array:
         """From none to nearly everything, as trained gates have. Float32."""
         return -jnp.exp(self.between(-7.0, 2.0, *shape))
+
+
+class _Zeros(_Draw):
+    """Arrays of the same shapes, to be traced: drawn numbers would be made at once."""
+
+    def __init__(self) -> None:
+        pass
+
+    def normal(self, dtype: str, *shape: int) -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    unit = normal
+
+    def between(self, low: float, high: float, *shape: int) -> jax.Array:
+        return jnp.zeros(shape, jnp.float32)
+
+    def permutation(self, count: int) -> jax.Array:
+        return jnp.zeros(count, jnp.int32)
 
 
 def _state_op(op: str, case: Any, batch: Batch, draw: _Draw) -> Call:
@@ -231,13 +266,13 @@ def _paged_attention(case: Any, batch: Batch, draw: _Draw) -> Call:
     width = -(-(batch.earlier + batch.new) // case.page_size)
     shape = pages_shape(batch.rows * width + 1, case.page_size, case.num_kv_heads, case.head_dim)
     pool = encode(draw.normal("float32", *shape), storage_dtype(case.dtype))
-    ids = np.random.default_rng(0).permutation(batch.rows * width) + 1
+    ids = draw.permutation(batch.rows * width) + 1
     heads = (batch.tokens, case.num_kv_heads, case.head_dim)
     operands = {
         "q": draw.normal(case.dtype, batch.tokens, case.num_heads, case.head_dim),
         "k": draw.normal(case.dtype, *heads),
         "v": draw.normal(case.dtype, *heads),
-        "table": jnp.asarray(ids.reshape(batch.rows, width), jnp.int32),
+        "table": ids.reshape(batch.rows, width),
         "ragged": batch.ragged(),
         "sinks": draw.normal("float32", case.num_heads) if case.sinks else None,
     }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import bench, registry
-from pallas_kernels.bench_operands import OPS, Batch, cases_of, make_call
+from pallas_kernels.bench_operands import OPS, Batch, call_bytes, cases_of, make_call
 from pallas_kernels.rows import reference
 
 
@@ -41,6 +41,15 @@ def test_every_case_is_a_call_that_the_op_accepts(op: str, batch: Batch) -> None
 
 def described(pool: jax.Array | jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], str]:
     return pool.shape, str(pool.dtype)
+
+
+@pytest.mark.parametrize("batch", [Batch(3, 20, 1), Batch(1, 0, 9)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("op", OPS)
+def test_bytes_are_known_before_anything_is_made(op: str, batch: Batch) -> None:
+    case = cases_of(op)[0]
+    call = make_call(op, case, batch)
+    made = jax.tree.leaves((call.pool, call.operands))
+    assert call_bytes(op, case, batch) == sum(array.nbytes for array in made)
 
 
 def test_operands_are_the_same_for_the_same_seed() -> None:
