@@ -32,7 +32,7 @@ from hybrid_jax.runtime.step import abstract_full, init_carry
 from hybrid_jax.specs import CacheGroup, StateSpec
 
 TemporariesFrom = Literal["compiler", "estimate"]
-MOST_SEQUENCES = 2**16  # as far as concurrency is worth counting
+MOST_SEQUENCES = 2**16 - 1  # as far as concurrency is worth counting
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,11 @@ class MemoryPlan:
         caches = replace(self.caches, config=config, sizes=cache_sizes(self.caches.groups, config))
         return replace(self, caches=caches)
 
+    @property
+    def most_sequences(self) -> int:
+        """As far as `concurrency` counts, by any formula: more of them no step has room for."""
+        return _most_sequences(self.config)
+
     def concurrency(self) -> tuple[Concurrency, ...]:
         """At several context lengths, the model's longest included, if `max_num_seqs` allowed."""
         longest = max(self.model.max_position, self.config.max_model_len)
@@ -148,8 +153,8 @@ class MemoryPlan:
         return Concurrency(
             context,
             sequences,
-            budget // unified,
-            budget // largest,
+            min(budget // unified, self.most_sequences),
+            min(budget // largest, self.most_sequences),
             bytes_per_sequence(groups, self.config, placement, context, rows),
             unified,
             largest,
@@ -265,17 +270,22 @@ def sequences_that_fit(
     """
 
     def fits(count: int) -> bool:
-        if count * config.tokens_per_decode > MOST_BATCHED_TOKENS:
-            return False  # no step has room for them
-        return _bytes_of(groups, config, placement, count, context, row_bytes) <= budget
+        return (
+            count <= _most_sequences(config)
+            and _bytes_of(groups, config, placement, count, context, row_bytes) <= budget
+        )
 
     low, high = 0, 1
-    while high < MOST_SEQUENCES and fits(high):
+    while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _most_sequences(config: EngineConfig) -> int:
+    return min(MOST_SEQUENCES, MOST_BATCHED_TOKENS // config.tokens_per_decode)
 
 
 def bytes_per_sequence(

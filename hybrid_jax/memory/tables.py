@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from hybrid_jax.cache.chips import format_bytes
-from hybrid_jax.memory.plan import MOST_SEQUENCES, MemoryPlan
+from hybrid_jax.memory.plan import MemoryPlan
 from hybrid_jax.memory.snapshot import MemorySnapshot, compare
 
 
@@ -54,25 +54,24 @@ def concurrency_table(plan: MemoryPlan) -> Table:
     table = Table(
         title=f"sequences that {format_bytes(plan.cache_budget)} of caches hold",
         caption="without checkpoints; bytes of one sequence in brackets; counted up to "
-        f"{MOST_SEQUENCES - 1:,}; formulas: hybrid_jax/memory/formulas.py",
+        f"{plan.most_sequences:,}; formulas: hybrid_jax/memory/formulas.py",
     )
     table.add_column("tokens each", justify="right")
     for name in ("layer by layer", "unified pages", "largest layer", "gain"):
         table.add_column(name, justify="right")
     for line in plan.concurrency():
-        all_counted = line.layer_by_layer < MOST_SEQUENCES - 1
-        sequences = f"{'' if all_counted else '>= '}{line.layer_by_layer:,}"
-        gains = [
-            f"{line.layer_by_layer / other:.2f}x" if other and all_counted else "-"
-            for other in (line.unified_pages, line.largest_layer)
-        ]
-        table.add_row(
-            f"{line.context:,}",
-            f"{sequences} ({format_bytes(line.bytes_by_layer)})",
-            f"{line.unified_pages:,} ({format_bytes(line.bytes_unified)})",
-            f"{line.largest_layer:,} ({format_bytes(line.bytes_largest)})",
-            " / ".join(gains),
+        counts = (line.layer_by_layer, line.unified_pages, line.largest_layer)
+        sizes = (line.bytes_by_layer, line.bytes_unified, line.bytes_largest)
+        cells = (
+            f"{'>= ' if count == plan.most_sequences else ''}{count:,} ({format_bytes(nbytes)})"
+            for count, nbytes in zip(counts, sizes, strict=True)
         )
+        ours = line.layer_by_layer
+        gains = (
+            f"{ours / other:.2f}x" if other and ours < plan.most_sequences else "-"
+            for other in counts[1:]
+        )
+        table.add_row(f"{line.context:,}", *cells, " / ".join(gains))
     return table
 
 

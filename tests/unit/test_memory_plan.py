@@ -61,6 +61,10 @@ def test_a_count_that_stops_at_the_limit_claims_no_gain() -> None:
         if len(cells := [cell.strip() for cell in line.strip("│").split("│")]) == 5
     }
     assert rows["256"][1].startswith(">= 65,535 (") and rows["256"][4] == "- / -"
+    # Others' columns stop there as well, where they get so far.
+    counts = [int(cell.split()[-3].replace(",", "")) for cell in rows["256"][1:4]]
+    assert counts[1] == 65_535 and max(counts) == 65_535
+    assert [cell.startswith(">= ") for cell in rows["256"][1:4]] == [c == 65_535 for c in counts]
     large = text_of(concurrency_table(plan_of(QWEN35, "h200")))
     assert ">=" not in large and "x / " in large
 
