@@ -1,9 +1,10 @@
 """`LLM`: text in, text out, in one process."""
 
 import itertools
+import reprlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,15 +41,28 @@ from hybrid_jax.session import Session
 from hybrid_jax.structured import GrammarCompiler
 from hybrid_jax.tokenizer import HFTokenizer, load_tokenizer
 
+_repr = reprlib.Repr()
+_repr.maxstring, _repr.maxother = 80, 500  # characters
 
-@dataclass
-class CompletionOutput:
+
+class _Brief:
+    """Shows, of its fields, those that are set, with long texts and lists cut."""
+
+    def __repr__(self) -> str:
+        known = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}  # type: ignore[arg-type]
+        cut = (f"{n}={_repr.repr(value)}" for n, value in known.items() if value is not None)
+        return f"{type(self).__name__}({', '.join(cut)})"
+
+
+@dataclass(repr=False)
+class CompletionOutput(_Brief):
     """One completion of a prompt. Complete once `finish_reason` is set."""
 
     index: int
     text: str = ""  # stays empty without a tokenizer, or with detokenize=False
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None  # one per token, if asked for
+    # One per token, if asked for.
+    logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None  # set when finish_reason is "error"
@@ -56,8 +70,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # of all tokens, if completions were ranked by it
 
 
-@dataclass
-class RequestOutput:
+@dataclass(repr=False)
+class RequestOutput(_Brief):
     """The completions of one prompt."""
 
     request_id: str
@@ -66,9 +80,10 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     usage: Usage | None = None  # set once all completions have ended
     # One per prompt token, None for the first; if asked for.
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = field(default=None, repr=False)
     n: int = 1  # how many stay then, the most likely first if some go
-    kept: Prefix | None = None  # what was computed, for the session that asked
+    # What was computed, for the session that asked.
+    kept: Prefix | None = field(default=None, repr=False)
 
     @classmethod
     def empty(cls, request: Request) -> "RequestOutput":

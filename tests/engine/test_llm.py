@@ -51,6 +51,21 @@ def oracle(token_ids: list[int], params: SamplingParams) -> list[int]:
     return expected_tokens(Request("", tuple(token_ids), params), SPECS)
 
 
+def test_an_output_is_shown_in_a_few_lines() -> None:
+    """Whatever it holds; with what one looks for first."""
+    llm, _, _ = make(ascii_tokenizer(), max_model_len=256, max_logprobs=5)
+    params = greedy(60, n=3, logprobs=5, prompt_logprobs=5)
+    (output,) = llm.generate("to be or not " * 5, params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 60
+    shown = repr(output)
+    assert len(shown) < 2000 and "\n" not in shown
+    for words in ("RequestOutput(request_id='llm-0'", "prompt='to be or", "completion_tokens=180"):
+        assert words in shown
+    completion = repr(output.outputs[1])
+    assert completion.startswith("CompletionOutput(index=1, text=") and len(completion) < 500
+    assert "finish_reason='length'" in completion and completion in shown
+
+
 def test_outputs_come_in_the_order_of_the_prompts() -> None:
     llm, engine, runner = make()
     prompts = [list(prompt_of(3 + 7 * i % 20, i)) for i in range(8)]
