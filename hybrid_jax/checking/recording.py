@@ -1,7 +1,9 @@
 """Records what transformers makes of some prompts. The only module that needs torch."""
 
 import importlib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,8 @@ def record_reference(
     config, raw = load_config(path)
     token_ids = _prompts(Path(path), config, prompts, num_tokens)
     torch, transformers = _import_torch()
-    model = _load(torch, transformers, Path(path), dtype)
-    with torch.inference_mode():
+    with _quiet(transformers), torch.inference_mode():
+        model = _load(torch, transformers, Path(path), dtype)
         recorded = tuple(_record(torch, model, ids, num_tokens) for ids in token_ids)
     made_by = f"transformers {transformers.__version__}, torch {torch.__version__}"
     return Reference(raw, dtype, made_by, recorded)
@@ -62,6 +64,23 @@ def _import_torch() -> tuple[Any, Any]:
             f"{error.name} is not installed, and a reference is recorded with transformers on "
             "PyTorch; pip install torch (the CPU build is enough), or record it on another machine"
         ) from error
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Nothing is said of slower kernels or deprecated names, which no user here can change."""
+    log = transformers.utils.logging
+    level, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(level)
+        if has_bars:
+            log.enable_progress_bar()
 
 
 def _prompts(

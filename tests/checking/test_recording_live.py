@@ -3,7 +3,9 @@
 The seed changes from run to run; a failure names it, and HYBRID_JAX_TEST_SEED repeats it.
 """
 
+import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,30 @@ def test_a_sound_model_agrees_and_a_broken_one_does_not(name: str, tmp_path: Pat
     wrong = scaled(model, f"layers.{last}.ffn.down_proj.weight", 1.01)
     (hidden, *_), _ = compare(Workspace(wrong, **options), reference)
     assert hidden.verdict == "fail" and f"layer {last} (full" in hidden.detail, where
+
+
+def test_transformers_says_nothing_and_goes_on_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model with linear layers it has much to say."""
+    import transformers
+
+    path = tiny.write_checkpoint("qwen3_5", tmp_path, SEED)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger, log = logging.getLogger("transformers"), transformers.utils.logging
+    before = log.get_verbosity(), log.is_progress_bar_enabled()
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            record_reference(path, num_tokens=2)
+    finally:
+        logger.removeHandler(handler)
+    assert [r.getMessage() for r in records] == [] == [str(w.message) for w in caught]
+    assert capsys.readouterr() == ("", "")
+    assert (log.get_verbosity(), log.is_progress_bar_enabled()) == before
 
 
 def test_what_cannot_be_recorded(tmp_path: Path) -> None:
