@@ -123,4 +123,6 @@ def _usage(usage: Usage | None) -> pb.Usage | None:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
+        draft_tokens=usage.draft_tokens,
+        accepted_tokens=usage.accepted_tokens,
     )

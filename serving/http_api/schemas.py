@@ -193,6 +193,13 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """How guesses at the completion went; both are 0 without speculation."""
+
+    accepted_prediction_tokens: int  # that are part of it
+    rejected_prediction_tokens: int  # the others
+
+
 class UsageBody(BaseModel):
     """Tokens that a request consumed."""
 
@@ -200,6 +207,7 @@ class UsageBody(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class _Choice(BaseModel):
