@@ -61,7 +61,7 @@ def decode(
     bias = jnp.zeros(channels, qkv.dtype) if weights.conv_bias is None else weights.conv_bias
     layer = (weights.conv.T, bias[None], jnp.stack([weights.A_log, weights.dt_bias]))
 
-    def part(x: jax.Array) -> pl.BlockSpec:
+    def part(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         return pl.BlockSpec((size, x.shape[1]), lambda i, *_: (i // size, 0))
 
     def whole(x: jax.Array) -> pl.BlockSpec:

@@ -44,6 +44,35 @@ def options(case: Case, seed: int = 0) -> dict[str, Any]:
     }
 
 
+def slots_of(
+    rows: Rows, rng: np.random.Generator, shared: bool
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """How many slots there are; those to read and those to write, of which some are the same."""
+    slots = 2 * rows.num_rows + 2
+    order = rng.permutation(np.arange(1, slots))
+    read, write = (order[i : i + rows.num_rows].copy() for i in (0, rows.num_rows))
+    write[::3] = read[::3]  # some rows update their slot in place
+    if shared:
+        read[:], write[:] = order[0], order[1 : rows.num_rows + 1]
+    return slots, read, write
+
+
+def pools_of(
+    case: Case, rows: Rows, slots: int, read: np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the convolution and the recurrence: NaN but where a row with earlier tokens reads."""
+    keep, state = case.width - 1, (case.num_v_heads, case.k_dim, case.v_dim)
+    conv = np.full((slots, keep, case.channels), np.nan)
+    recurrent = np.full((slots, *state), np.nan)
+    for row, (earlier, _) in enumerate(rows.all):
+        if earlier:
+            inputs = rounded(rng.normal(size=conv.shape[1:]), case.dtype)
+            inputs[: max(keep - earlier, 0)] = 0
+            conv[read[row]] = inputs
+            recurrent[read[row]] = rng.normal(size=state).astype(np.float32)
+    return conv, recurrent
+
+
 def check_call(
     call: Callable[..., Any], case: Case, rows: Rows, seed: int = 0, *, shared: bool = False
 ) -> None:
@@ -53,7 +82,7 @@ def check_call(
     without earlier tokens.
     """
     rng = np.random.default_rng(seed)
-    heads, keep, tokens = case.num_v_heads, case.width - 1, rows.num_tokens
+    heads, tokens = case.num_v_heads, rows.num_tokens
     decays = (heads, case.k_dim)[: 1 + case.per_channel]
     shapes = {"qkv": (case.channels,), "a": decays, "b": (heads,)}
     arrays = {
@@ -62,23 +91,8 @@ def check_call(
     }
     for array in arrays.values():
         array[sum(query for _, query in rows.all) :] = np.nan
-    slots, used = 2 * rows.num_rows + 2, len(rows.all)
-    order = rng.permutation(np.arange(1, slots))
-    read, write = (order[i : i + rows.num_rows].copy() for i in (0, rows.num_rows))
-    write[::3] = read[::3]  # some rows update their slot in place
-    if shared:
-        read[:], write[:] = order[0], order[1 : rows.num_rows + 1]
-    state = (heads, case.k_dim, case.v_dim)
-    conv, recurrent = (
-        np.full((slots, keep, case.channels), np.nan),
-        np.full((slots, *state), np.nan),
-    )
-    for row, (earlier, _) in enumerate(rows.all):
-        if earlier:
-            inputs = rounded(rng.normal(size=conv.shape[1:]), case.dtype)
-            inputs[: max(keep - earlier, 0)] = 0
-            conv[read[row]] = inputs
-            recurrent[read[row]] = rng.normal(size=state).astype(np.float32)
+    slots, read, write = slots_of(rows, rng, shared)
+    used, (conv, recurrent) = len(rows.all), pools_of(case, rows, slots, read, rng)
     known = {"k_heads": case.num_k_heads, "max_beta": 1.0 + case.allow_neg_eigval}
     expected, after = np.zeros((tokens, heads, case.v_dim)), (conv.copy(), recurrent.copy())
     for row, (earlier, _) in enumerate(rows.all):
@@ -91,7 +105,7 @@ def check_call(
             pool[write[row]] = value
     read[used:] = write[used:] = 0
     stored = storage.encode(jnp.asarray(conv, case.dtype), storage.storage_dtype(case.dtype))
-    pool = stored.reshape(causal_conv1d.state_shape(slots, keep, case.channels))
+    pool = stored.reshape(causal_conv1d.state_shape(slots, *conv.shape[1:]))
     out, new = call(
         **{name: jnp.asarray(x, case.dtype) for name, x in arrays.items()},
         state=op.States(pool, jnp.asarray(recurrent, jnp.float32)),

@@ -144,9 +144,9 @@ def test_kernels_says_what_would_run_where_and_why(run: Run, model: Path) -> Non
         "v6e",
         *options,
         "--implementation",
-        "paged_attention=mosaic_tpu",
+        "gated_delta_rule=mosaic_tpu",
     )
-    assert code == 2 and err.count("\n") == 1 and "paged_attention" in err and "128" in err
+    assert code == 2 and err.count("\n") == 1 and "gated_delta_rule" in err and "128" in err
     code, out, err = run("kernels", model, "--chip", "v9")
     assert code == 2 and "chip 'v9' is not known" in err
 
