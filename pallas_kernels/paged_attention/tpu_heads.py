@@ -38,33 +38,29 @@ def split_heads(
     lax.fori_loop(0, divide(length + (step - 1), step), some, None)
 
 
-def join_heads(
-    sums: Any, total: Any, tokens: Any, layout: PrefillLayout, length: jax.Array
-) -> None:
-    """sums [K, tile * R, H or more], divided by the sums of weights -> tokens [tile, K * R, H]."""
-    step, groups, dim = min(TOKENS, layout.tile), layout.groups, tokens.shape[2]
-    per_register = max(SUBLANES // groups, 1)  # KV heads
+def join_heads(sums: Any, total: Any, tokens: Any, layout: PrefillLayout, parts: jax.Array) -> None:
+    """sums [K, parts, H, rows], divided by the sums of weights -> tokens [tile, K * R, H]."""
+    groups, dim = layout.groups, tokens.shape[2]
+    step = min(LANES, layout.rows)
+    per_register, width = max(SUBLANES // groups, 1), max(groups, SUBLANES)  # of KV heads; rows
 
-    def some(i: jax.Array, _: None) -> None:
-        at = pl.ds(pl.multiple_of(i * step * groups, step * groups), step * groups)
+    def some(part: jax.Array, _: None) -> None:
+        for at in range(0, layout.rows, step):
 
-        def averages(j: int) -> jax.Array:
-            if layout.ones:
-                weight = sums[j, at, dim:]  # as many equal lanes as there are of V
-            else:
-                weight = jnp.sum(total[j, at], axis=1, keepdims=True)
-            rows = sums[j, at, :dim] / weight
-            width = max(groups, SUBLANES)
-            return rows.reshape(step * groups // width, width, dim)
+            def averages(j: int, lanes: slice = slice(at, at + step)) -> jax.Array:
+                rows = sums[j, part, :, lanes] * (1.0 / total[j, part, :, lanes])
+                return rows.T.reshape(step // width, width, dim)
 
-        heads = []
-        for j in range(0, layout.kv_heads, per_register):
-            parts = _exchange([averages(j + n) for n in range(per_register)], groups)
-            joined = parts[0] if per_register == 1 else jnp.stack(parts, 1)
-            heads.append(joined.reshape(step, -1, dim))
-        tokens[pl.ds(i * step, step)] = jnp.concatenate(heads, 1).astype(tokens.dtype)
+            heads = []
+            for j in range(0, layout.kv_heads, per_register):
+                joined = _exchange([averages(j + n) for n in range(per_register)], groups)
+                joined = joined[0] if per_register == 1 else jnp.stack(joined, 1)
+                heads.append(joined.reshape(step // groups, -1, dim))
+            first = part * layout.row_tokens + at // groups
+            values = jnp.concatenate(heads, 1).astype(tokens.dtype)
+            tokens[pl.ds(first, step // groups)] = values
 
-    lax.fori_loop(0, divide(length + (step - 1), step), some, None)
+    lax.fori_loop(0, parts, some, None)
 
 
 def _by_token(x: jax.Array, groups: int) -> list[jax.Array]:
@@ -101,7 +97,7 @@ def split_kv(
     buffer: Any, slot: jax.Array, count: jax.Array, words: Any, keys: Any, values: Any,
     layout: PrefillLayout,
 ) -> None:  # fmt: skip
-    """The first `count` pages of a block -> keys [K, tokens, H], values [K, tokens, H or more]."""
+    """The first `count` pages of a block -> keys [K, tokens, H], values [K, H, tokens]."""
     pages, piece = layout.pages, layout.piece
     tokens = piece * pages.page_size
 
@@ -115,7 +111,7 @@ def split_kv(
                 lanes = slice(c * LANES, c * LANES + pages.lanes)
                 k, v = _chunk_of_head(words, j, c, tokens, layout)
                 keys[j, at, lanes] = k.astype(keys.dtype)
-                values[j, at, lanes] = v.astype(values.dtype)
+                values[j, lanes, at] = v.T.astype(values.dtype)
 
     lax.fori_loop(0, divide(count + (piece - 1), piece), some, None)
 

@@ -6,6 +6,10 @@ per tile. Queries, too, are taken apart once per tile, into rows (token, head of
 one product serves all query heads of a KV head, and nothing outside has to transpose. The products
 of the next scores are independent of the softmax of these ones: the compiler runs both at once.
 
+Scores are [keys, rows]: the softmax goes along sublanes, its state is one number per lane, and the
+weights stay in the matrix unit while V^T [H, keys] streams through it. With H 128 this fills it; V
+that stays there, while weights stream, would fill its half.
+
 Letters as in `tpu_decode`; R here: query heads per KV head, padded.
 """
 
@@ -22,7 +26,6 @@ from pallas_kernels.paged_attention.tpu_copies import clear_unseen, start_block,
 from pallas_kernels.paged_attention.tpu_heads import join_heads, split_heads, split_kv
 from pallas_kernels.paged_attention.tpu_layout import (
     F32,
-    LANES,
     LOG2E,
     LOWEST,
     Options,
@@ -31,11 +34,7 @@ from pallas_kernels.paged_attention.tpu_layout import (
     modulo,
     precision,
 )
-from pallas_kernels.paged_attention.tpu_prefill_layout import (
-    SLOTS,
-    SUBLANES,
-    PrefillLayout,
-)
+from pallas_kernels.paged_attention.tpu_prefill_layout import SLOTS, PrefillLayout
 from pallas_kernels.ragged import RaggedBatch
 
 # In the cursor: row, first token and index of the next block to copy; blocks copied and used so
@@ -50,7 +49,7 @@ class _Refs(NamedTuple):
     starts: Any
     seq_lens: Any
     counts: Any
-    sinks: Any  # f32[K, rows, LANES] logits of the sinks in units of log 2
+    sinks: Any  # f32[K, 1, rows] logits of the sinks in units of log 2
     q: Any  # [T, N, H] in HBM
     decoded: Any  # [S, N, H] output of the decode rows, in HBM
     pages: Any  # [P, W, L] in HBM
@@ -61,11 +60,11 @@ class _Refs(NamedTuple):
     buffer: Any  # [SLOTS, B, W, L]
     words: Any  # [columns of a piece, L] of 32 bits
     keys: Any  # [K, block tokens, H]
-    values: Any  # [K, block tokens, H or more]
-    scores: Any  # f32[2, rows, block tokens]
-    highest: Any  # f32[K, tile * R, LANES] highest score so far
-    total: Any  # f32[K, tile * R, LANES] sums of weights, lane by lane; unused with `ones`
-    sums: Any  # f32[K, tile * R, H or more] weighted sums of V
+    values: Any  # [K, H, block tokens]
+    scores: Any  # f32[2, block tokens, rows]
+    highest: Any  # f32[K, parts, 1, rows] highest score so far
+    total: Any  # f32[K, parts, 1, rows] sums of weights
+    sums: Any  # f32[K, parts, H, rows] weighted sums of V
     cursor: Any  # i32[6], see ROW
     page_sems: Any
     in_sem: Any
@@ -139,7 +138,7 @@ def _scratch(layout: PrefillLayout, dtype: Any) -> list[Any]:
     heads, pages, tokens = layout.kv_heads, layout.pages, layout.pages.block_tokens
     rows, dim = layout.tile * layout.groups, pages.dim
     per_token = pltpu.VMEM((layout.tile, heads * layout.groups, dim), dtype)
-    state = pltpu.VMEM((heads, rows, LANES), F32)
+    state = pltpu.VMEM((heads, layout.parts, 1, layout.rows), F32)
     word = F32 if pages.packing == 1 else jnp.uint32
     return [
         per_token,
@@ -148,11 +147,11 @@ def _scratch(layout: PrefillLayout, dtype: Any) -> list[Any]:
         pltpu.VMEM((SLOTS, pages.block, pages.page_rows, pages.lanes), dtype),
         pltpu.VMEM((layout.piece * pages.page_rows // pages.packing, pages.lanes), word),
         pltpu.VMEM((heads, tokens, dim), dtype),
-        pltpu.VMEM((heads, tokens, layout.value_lanes), dtype),
-        pltpu.VMEM((2, layout.rows, tokens), F32),
+        pltpu.VMEM((heads, dim, tokens), dtype),
+        pltpu.VMEM((2, tokens, layout.rows), F32),
         state,
-        pltpu.VMEM((SUBLANES, LANES), F32) if layout.ones else state,
-        pltpu.VMEM((heads, rows, layout.value_lanes), F32),
+        state,
+        pltpu.VMEM((heads, layout.parts, dim, layout.rows), F32),
         pltpu.SMEM((6,), jnp.int32),
         pltpu.SemaphoreType.DMA((SLOTS,)),
         pltpu.SemaphoreType.DMA,
@@ -169,8 +168,6 @@ def _prefill_kernel(*refs: Any, layout: PrefillLayout, options: Options) -> None
         ref.cursor[i] = 0
     # What no copy has filled yet is multiplied by zero: it must be finite.
     ref.buffer[...] = jnp.zeros(ref.buffer.shape, ref.buffer.dtype)
-    if layout.ones:
-        ref.values[...] = jnp.ones(ref.values.shape, ref.values.dtype)
     _fill_the_rest(ref, layout)
 
     @pl.when(begin < stop)
@@ -293,7 +290,7 @@ def _do_tile(ref: _Refs, layout: PrefillLayout, options: Options, tile: _Tile) -
         0, tile.blocks, lambda i, _: _do_block(ref, layout, options, tile, parts, i), None
     )
     _move_out(ref, jnp.int32(0), ref.cursor[LEAVING], start=False)
-    join_heads(ref.sums, ref.total, ref.tokens_out, layout, tile.length)
+    join_heads(ref.sums, ref.total, ref.tokens_out, layout, parts)
     _move_out(ref, tile.start, tile.length, start=True)
     ref.cursor[LEAVING] = tile.length
 
@@ -307,23 +304,13 @@ def _factor(options: Options) -> float:
 
 def _clear_state(ref: _Refs, layout: PrefillLayout, options: Options, parts: jax.Array) -> None:
     """The softmax of no tokens; a sink is a score with V = 0."""
-    heads, rows, dim = layout.kv_heads, layout.rows, layout.pages.dim
 
-    def clear(i: jax.Array, _: None) -> None:
-        at = pl.ds(pl.multiple_of(i * rows, rows), rows)
-        for j in range(heads):
-            if options.sinks:
-                ref.highest[j, at] = ref.sinks[j]
-            else:
-                ref.highest[j, at] = jnp.full((rows, LANES), LOWEST, F32)
-            ref.sums[j, at, :dim] = jnp.zeros((rows, dim), F32)
-            if layout.ones:
-                ref.sums[j, at, dim:] = jnp.full((rows, LANES), float(options.sinks), F32)
-            else:
-                # Lane by lane: one of them has all the weight of the sink.
-                lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
-                one = (lane == 0) & options.sinks
-                ref.total[j, at] = jnp.where(one, 1.0, 0.0)
+    def clear(part: jax.Array, _: None) -> None:
+        for j in range(layout.kv_heads):
+            one = jnp.ones((1, layout.rows), F32)
+            ref.highest[j, part] = ref.sinks[j] if options.sinks else LOWEST * one
+            ref.total[j, part] = float(options.sinks) * one
+            ref.sums[j, part] = jnp.zeros(ref.sums.shape[2:], F32)
 
     lax.fori_loop(0, parts, clear, None)
 
@@ -363,7 +350,7 @@ def _attend_block(
     if options.window is not None:
         high = jnp.minimum(high, divide(reach + options.window + (tokens - 1), tokens))
         whole = jnp.where(tile.length - 1 - options.window >= offset, high, whole)
-    pair = 1 if layout.kv_heads % 2 == 0 else 2  # of heads, or of parts
+    pair = layout.pair_parts
     low, whole, high = low & -pair, (whole + pair - 1) & -pair, (high + pair - 1) & -pair
     for keys in range(layout.width_step, block, layout.width_step):
         stop = divide(jnp.maximum(offset + keys, 0), tokens) & -pair
@@ -396,19 +383,23 @@ def _attend(
     def compute(i: jax.Array, half: int) -> None:
         head, part = locate(i, half)
         at = pl.ds(pl.multiple_of(part * rows, rows), rows)
-        ref.scores[half, :, :num_keys] = lax.dot_general(
-            ref.queries[head, at], ref.keys[head, :num_keys], (((1,), (1,)), ((), ())),
+        ref.scores[half, :num_keys] = lax.dot_general(
+            ref.keys[head, :num_keys], ref.queries[head, at], (((1,), (1,)), ((), ())),
             precision=precision(ref.keys.dtype), preferred_element_type=F32,
         )  # fmt: skip
 
     def use(i: jax.Array, half: int) -> None:
         head, part = locate(i, half)
-        scores = ref.scores[half, :, :num_keys]
+        scores = ref.scores[half, :num_keys]
         if options.softcap is not None:
             scores = jnp.tanh(scores) * (options.softcap * LOG2E)
         if masked:
-            scores = jnp.where(_seen(scores.shape, layout, options, part, offset), scores, LOWEST)
-        _add(ref, layout, head, pl.ds(pl.multiple_of(part * rows, rows), rows), scores)
+            # Without a window all queries see the first keys: narrower products would do otherwise.
+            sure = 0 if options.window is not None else layout.sure_keys(num_keys)
+            mask = _seen((num_keys - sure, rows), layout, options, part, offset + sure)
+            edge = jnp.where(mask, scores[sure:], LOWEST)
+            scores = jnp.concatenate([scores[:sure], edge], 0) if sure else edge
+        _add(ref, head, part, scores)
 
     @pl.when(pairs > 0)
     def _() -> None:
@@ -427,34 +418,25 @@ def _seen(
     shape: tuple[int, ...], layout: PrefillLayout, options: Options, part: jax.Array,
     offset: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """bool[rows, keys]: which keys the queries of a part see."""
+    """bool[keys, rows]: which keys the queries of a part see."""
     shift = layout.groups.bit_length() - 1
-    query = (lax.broadcasted_iota(jnp.int32, shape, 0) >> shift) + part * layout.row_tokens
-    key = lax.broadcasted_iota(jnp.int32, shape, 1) + offset
+    row = lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
+    query = (row >> shift) + (part * layout.row_tokens - offset)
+    key = lax.broadcasted_iota(jnp.int32, shape, 0)
     seen = key <= query
     return seen if options.window is None else seen & (key > query - options.window)
 
 
-def _add(ref: _Refs, layout: PrefillLayout, head: jax.Array, at: Any, scores: jax.Array) -> None:
-    """Adds the block's tokens to the softmax of some rows of a head."""
-    old = ref.highest[head, at]
-    new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
-    rescale = jnp.exp2(old - new)
-    weights = jnp.exp2(scores - _widen(new, scores.shape[1]))
-    ref.highest[head, at] = new
-    if not layout.ones:
-        lanes = [weights[:, c : c + LANES] for c in range(0, weights.shape[1], LANES)]
-        ref.total[head, at] = ref.total[head, at] * rescale + functools.reduce(jnp.add, lanes)
-    values = ref.values[head, : scores.shape[1]]
+def _add(ref: _Refs, head: jax.Array, part: jax.Array, scores: jax.Array) -> None:
+    """Adds the block's tokens to the softmax of a part of the rows of a head."""
+    old = ref.highest[head, part]
+    new = jnp.maximum(old, jnp.max(scores, axis=0, keepdims=True))
+    rescale, weights = jnp.exp2(old - new), jnp.exp2(scores - new)
+    ref.highest[head, part] = new
+    ref.total[head, part] = ref.total[head, part] * rescale + jnp.sum(weights, 0, keepdims=True)
+    values = ref.values[head, :, : scores.shape[0]]
     added = lax.dot_general(
-        weights.astype(values.dtype), values, (((1,), (0,)), ((), ())),
+        values, weights.astype(values.dtype), (((1,), (0,)), ((), ())),
         precision=precision(values.dtype), preferred_element_type=F32,
     )  # fmt: skip
-    ref.sums[head, at] = ref.sums[head, at] * _widen(rescale, added.shape[1]) + added
-
-
-def _widen(x: jax.Array, lanes: int) -> jax.Array:
-    """Equal lanes [rows, LANES], as many as asked."""
-    if lanes <= LANES:
-        return x[:, :lanes]
-    return jnp.concatenate([x] * (lanes // LANES), 1)
+    ref.sums[head, part] = ref.sums[head, part] * rescale + added

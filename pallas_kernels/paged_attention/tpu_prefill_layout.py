@@ -13,9 +13,10 @@ SLOTS = 2  # blocks of pages in VMEM: one in use, one on its way
 TILE = 512  # tokens, as far as they fit
 ROWS = 512
 WIDTH_STEP = 256
-BLOCK_TOKENS = 512
+BLOCK_TOKENS = 1024
 SMALLEST_TILE = 2 * SUBLANES
-PIECE_TOKENS = 128  # whose K and V are taken apart at a time
+SMALLEST_ROWS = LANES  # of one head in one product: they lie along lanes
+PIECE_TOKENS = 256  # whose K and V are taken apart at a time
 
 
 class PrefillLayout(NamedTuple):
@@ -47,34 +48,23 @@ class PrefillLayout(NamedTuple):
         groups = _power_of_two_above(heads // kv_heads)
         while kv_heads * groups % SUBLANES:
             groups *= 2
-        tile = max(min(TILE, _power_of_two_above(q.shape[0])), SMALLEST_TILE)
+        pair = 1 + kv_heads % 2  # see `pair_parts`
+        smallest = max(SMALLEST_TILE, SMALLEST_ROWS * pair // groups)
+        tile = max(min(TILE, _power_of_two_above(q.shape[0])), smallest)
         tokens = max(min(BLOCK_TOKENS, _power_of_two_above(width * size)), LANES)
         while True:
             seen = Layout.of(pages, kv_heads, width, None)
             seen = seen._replace(block=max(tokens // size, 1))
-            rows = min(ROWS, tile * groups // (1 + kv_heads % 2))
+            rows = min(ROWS, tile * groups // pair)
             layout = cls(seen, heads, kv_heads, groups, tile, rows, width)
             if layout.vmem_bytes <= vmem_limit:
                 return layout
             if tile > LANES or tokens == LANES:
-                if tile == SMALLEST_TILE:
+                if tile == smallest:
                     return layout
                 tile //= 2
             else:
                 tokens //= 2
-
-    @property
-    def ones(self) -> bool:
-        """Whether V is widened by ones, so that the matrix unit sums the weights, too.
-
-        It multiplies 256 columns in the time of 128.
-        """
-        return self.pages.dim == LANES
-
-    @property
-    def value_lanes(self) -> int:
-        """Columns of V in VMEM."""
-        return self.pages.dim + LANES if self.ones else self.pages.dim
 
     @property
     def width_step(self) -> int:
@@ -87,6 +77,21 @@ class PrefillLayout(NamedTuple):
         return self.rows // self.groups
 
     @property
+    def parts(self) -> int:
+        """Products with the queries of one head of a tile."""
+        return self.tile * self.groups // self.rows
+
+    @property
+    def pair_parts(self) -> int:
+        """Parts that two products under way at a time belong to: of two heads, or of one."""
+        return 1 + self.kv_heads % 2
+
+    def sure_keys(self, num_keys: int) -> int:
+        """Which first keys of a product no diagonal hides: all but the last step and the parts."""
+        unsure = self.width_step + self.pair_parts * self.row_tokens
+        return max(num_keys - unsure, 0) & -SUBLANES
+
+    @property
     def piece(self) -> int:
         """Pages whose K and V are taken apart at a time."""
         return max(min(PIECE_TOKENS // self.pages.page_size, self.pages.block), 1)
@@ -96,11 +101,10 @@ class PrefillLayout(NamedTuple):
         """What the kernel needs, about."""
         pages, item = self.pages, 4 // self.pages.packing
         dim, tokens = pages.chunks * LANES, pages.block_tokens
-        wide = max(self.value_lanes, LANES)
         rows = self.kv_heads * self.groups * self.tile
-        per_row = 3 * dim * item + 4 * (wide + (1 if self.ones else 2) * LANES)
+        per_row = 3 * dim * item + 4 * (dim + 2 * SUBLANES)
         block = pages.block_rows * LANES * item
-        split = self.kv_heads * tokens * (dim + wide) * item
+        split = self.kv_heads * tokens * 2 * dim * item
         words = self.piece * pages.page_rows * LANES * item
         scores = 5 * self.rows * max(tokens, LANES) * 4  # two, weights, and what is spilled
         return rows * per_row + SLOTS * block + split + words + scores
@@ -123,13 +127,12 @@ class PrefillLayout(NamedTuple):
         return x.reshape(x.shape[0], self.heads, x.shape[3])
 
     def sink_rows(self, sinks: jax.Array | None) -> jax.Array:
-        """f32[N] -> f32[K, rows, LANES] in units of log 2: of each row, in all lanes."""
+        """f32[N] -> f32[K, 1, rows] in units of log 2: of each row."""
         if sinks is None:
-            return jnp.zeros((1, SUBLANES, LANES), F32)
+            return jnp.zeros((1, 1, LANES), F32)
         logits = self.pad_heads((sinks.astype(F32) * LOG2E)[None, :, None])
-        logits = logits.reshape(self.kv_heads, 1, self.groups, 1)
-        shape = (self.kv_heads, self.row_tokens, self.groups, LANES)
-        return jnp.broadcast_to(logits, shape).reshape(self.kv_heads, self.rows, LANES)
+        logits = logits.reshape(self.kv_heads, 1, self.groups)
+        return jnp.tile(logits, (1, 1, self.row_tokens))
 
 
 def _power_of_two_above(n: int) -> int:
