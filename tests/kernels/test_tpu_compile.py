@@ -128,18 +128,15 @@ def test_gated_delta_net_decode(name: str, rows: int, chip: str) -> None:
     gate = shape(case.dtype, rows, case.num_v_heads)
     conv = shape(case.dtype, *state_shape(slots, case.width - 1, case.channels))
     recurrent = shape("float32", slots, case.num_v_heads, case.k_dim, case.v_dim)
-    weights = gated_delta_net.Weights(
-        shape(case.dtype, case.channels, case.width),
-        None,
-        *[shape("float32", case.num_v_heads)] * 2,
-    )
+    per_head = shape("float32", case.num_v_heads)
+    weights = shape(case.dtype, case.channels, case.width), None, per_head, per_head
     batch = [shape("int32", n) for n in (rows + 1, rows, 2, rows, rows)]
 
     def run(conv, recurrent, qkv, a, b, weights, starts, lens, counts, read, write):
         ragged, states = RaggedBatch(starts, lens, counts, True), (conv, recurrent)
         out, states = gated_delta_net.gated_delta_net(
             qkv, a, b, gated_delta_net.States(*states), ragged, read, write,
-            weights=weights, k_heads=case.num_k_heads,
+            weights=gated_delta_net.Weights(*weights), k_heads=case.num_k_heads,
         )  # fmt: skip
         return out.reshape(rows, -1), *states
 
