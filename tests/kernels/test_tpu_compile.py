@@ -102,10 +102,9 @@ def run_gla(case: GlaCase, decode_only: bool):
 
 
 @pytest.mark.parametrize("chip", EVERY_CHIP)
-@pytest.mark.parametrize("rows", [20, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["minimax_text_01", "gla_1b"])
-def test_gla_decode(name: str, rows: int, chip: str) -> None:
-    arguments = gla_arguments(GLA[name], rows, rows)
+def test_gla_decode(name: str, chip: str) -> None:
+    arguments = gla_arguments(GLA[name], 20, 20)
     compiled = compile_for(chip, run_gla(GLA[name], True), arguments, donate=(4,))
     check_in_place(compiled, arguments[4], kernels=("gla_decode",))
 
