@@ -25,7 +25,7 @@ BATCHES = {
     "padding": Rows(pad_rows=3),
     "padding_mixed": Rows(pad_rows=3, pad_tokens=8),
 }  # fmt: skip
-IMPLEMENTATIONS = registry.implementations("causal_conv1d")
+IMPLEMENTATIONS = registry.implementations("causal_conv1d", "cpu")
 
 
 @functools.cache

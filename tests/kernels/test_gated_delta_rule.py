@@ -17,7 +17,7 @@ from tests.helpers.slots import BATCHES, Tokens, log_decay, rounded
 
 SMALL = [case for case in CASES if case.name.startswith("tiny")]
 LARGE = [case for case in CASES if not case.name.startswith("tiny")]
-IMPLEMENTATIONS = registry.implementations("gated_delta_rule")
+IMPLEMENTATIONS = registry.implementations("gated_delta_rule", "cpu")
 
 
 def draw(case: Case, num_tokens: int, seed: int = 0) -> Tokens:

@@ -25,7 +25,7 @@ BATCHES = {
     "padding": Rows(pad_rows=4),
     "padding_mixed": Rows(pad_rows=4, pad_tokens=9),
 }  # fmt: skip
-IMPLEMENTATIONS = registry.implementations("paged_attention")
+IMPLEMENTATIONS = registry.implementations("paged_attention", "cpu")
 
 
 class Setup:

@@ -16,7 +16,7 @@ from tests.helpers.slots import BATCHES, Tokens, log_decay, rounded, unit
 
 SMALL = [case for case in CASES if case.name.startswith("tiny")]
 LARGE = [case for case in CASES if not case.name.startswith("tiny")]
-IMPLEMENTATIONS = registry.implementations("rwkv7")
+IMPLEMENTATIONS = registry.implementations("rwkv7", "cpu")
 
 
 def draw(case: Case, num_tokens: int, seed: int = 0) -> Tokens:

@@ -16,7 +16,7 @@ from tests.helpers.slots import BATCHES, Tokens, rounded, unit
 
 SMALL = [case for case in CASES if case.name.startswith("tiny")]
 LARGE = [case for case in CASES if not case.name.startswith("tiny")]
-IMPLEMENTATIONS = registry.implementations("ssd")
+IMPLEMENTATIONS = registry.implementations("ssd", "cpu")
 
 
 def parameters(case: Case) -> dict[str, np.ndarray]:
