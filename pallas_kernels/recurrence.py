@@ -88,16 +88,20 @@ def ragged(
     read_slots: jax.Array,
     write_slots: jax.Array,
     out_shape: tuple[int, ...],
+    *,
+    decode: bool = True,
 ) -> Step:
     """Every row of a batch, from its slot of `state` [slots, ...] to its slot.
 
-    Rows without earlier tokens start from zeros. Returns out f32[T, *out_shape], 0 for padding
-    tokens, and the new `state`.
+    Rows without earlier tokens start from zeros. Without `decode`, decode rows are left to a
+    kernel: they touch no slot. Returns out f32[T, *out_shape], 0 for padding tokens and for such
+    rows, and the new `state`.
     """
     # Row s with earlier tokens starts from its slot; -1 stands for zeros.
     sources = jnp.where(batch.has_state, read_slots, -1)
     out = jnp.zeros((tokens[0].shape[0], *out_shape), F32)
-    out, state = _decode(op, out, state, tokens, batch.counts[0], sources, write_slots)
+    if decode:
+        out, state = _decode(op, out, state, tokens, batch.counts[0], sources, write_slots)
     if not batch.decode_only:
         out, state = _prefill(op, out, state, tokens, batch, sources, write_slots)
     return out, state

@@ -7,7 +7,7 @@ from pallas_kernels import tuning
 from pallas_kernels.registry import Facts
 
 MIB = 1 << 20
-LANES = 128
+LANES, SUBLANES = 128, 8
 
 
 class Chip(NamedTuple):

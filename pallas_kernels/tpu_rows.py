@@ -51,6 +51,108 @@ def decode_schedule(
     return source, target, 1 - ragged.has_state.astype(jnp.int32), count
 
 
+# Of a row: whether it starts from zeros, refs of tokens, columns, constants, before, out, after.
+RowBody = Callable[..., None]
+
+
+def decode(
+    body: RowBody,
+    tokens: Sequence[jax.Array],
+    columns: jax.Array,
+    constants: Sequence[jax.Array],
+    state: jax.Array,
+    ragged: RaggedBatch,
+    slots: Slots,
+    *,
+    name: str,
+    lanes: int,
+    vmem_limit: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs a kernel over the decode rows of a batch, of states whose channels lie along the lanes.
+
+    The grid goes over (blocks of channels, rows). The pipeline fetches the state of row i + 1 from
+    its read slot while row i is computed and row i - 1 is on its way to its write slot. Other rows
+    touch no slot.
+
+    Args:
+        body: computes one row for one block of channels, from refs in VMEM: tokens [1, 1, lanes]
+            each, columns [1, 1, n, m], constants [N, lanes] each, before [1, N, lanes], which may
+            hold anything if the row starts from zeros, out [1, 1, lanes] and after [1, N, lanes].
+        tokens: f32[S, channels] each.
+        columns: [parts, S, n, m], of which each serves as many blocks.
+        constants: [N, channels] each.
+        state: [slots, N, channels].
+        ragged: row boundaries.
+        slots: the slots to read and to write, i32[S] each.
+        name: of the kernel.
+        lanes: channels per grid step.
+        vmem_limit: bytes of VMEM that the kernel may use.
+        interpret: as for `pl.pallas_call`.
+
+    Returns:
+        out f32[S, channels], 0 for rows that do not decode, and the new `state`.
+    """
+    (rows, channels), size = tokens[0].shape, state.shape[1]
+    blocks, parts = channels // lanes, columns.shape[0]
+    by_row = (rows, 1, channels)
+    row = pl.BlockSpec((1, 1, lanes), lambda j, i, *_: (i, 0, j))
+
+    def slot(which: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, size, lanes), lambda j, i, *scalars: (scalars[which][i], 0, j))
+
+    schedule = decode_schedule(ragged, slots)
+    operands = (*schedule, *(x.reshape(by_row) for x in tokens), columns, *constants, state)
+    out, state = pl.pallas_call(
+        functools.partial(_decode_kernel, body),
+        name=name,
+        out_shape=(
+            jax.ShapeDtypeStruct(by_row, F32),
+            jax.ShapeDtypeStruct(state.shape, state.dtype),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(schedule),
+            grid=(blocks, rows),
+            in_specs=[
+                *(row for _ in tokens),
+                pl.BlockSpec(
+                    (1, 1, *columns.shape[2:]),
+                    lambda j, i, *_: (j * parts // blocks if parts > 1 else 0, i, 0, 0),
+                ),
+                *(pl.BlockSpec((size, lanes), lambda j, i, *_: (0, j)) for _ in constants),
+                slot(0),
+            ],
+            out_specs=(row, slot(1)),
+        ),
+        input_output_aliases={len(operands) - 1: 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit
+        ),
+        interpret=interpret,
+    )(*operands)
+    return out.reshape(rows, channels), state
+
+
+def _decode_kernel(body: RowBody, source, target, fresh, count, *refs) -> None:
+    """One row, for one block of channels. SMEM: `decode_schedule`. VMEM: as for the body."""
+    del source, target  # used by the index maps
+    before, out, after = refs[-3:]
+    i = pl.program_id(1)
+
+    @pl.when(i >= count[0])
+    def _padding() -> None:
+        out[...] = jnp.zeros_like(out)
+
+    @pl.when(i < count[0])
+    def _row() -> None:
+        body(fresh[i] == 1, *refs)
+
+    # Without decode rows the null slot is written, with what it held.
+    @pl.when((i == 0) & (count[0] == 0))
+    def _nothing() -> None:
+        after[...] = before[...]
+
+
 def gates_by_block(gates: Sequence[jax.Array], heads: int) -> jax.Array:
     """Gates f32[T, Hv] of each block of `heads` side by side: [blocks, T, len(gates) * heads].
 

@@ -9,6 +9,8 @@ from pallas_kernels.rwkv7 import reference
 
 OP = "rwkv7"
 registry.register(OP, registry.REFERENCE, reference.rwkv7, registry.never)
+registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:rwkv7")
+registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:rwkv7")
 
 
 def rwkv7(

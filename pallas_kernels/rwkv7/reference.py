@@ -49,11 +49,13 @@ def rwkv7(
     ragged: RaggedBatch,
     read_slots: jax.Array,
     write_slots: jax.Array,
+    *,
+    decode: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.rwkv7`."""
+    """See `api.rwkv7`, and for `decode` `recurrence.ragged`."""
     tokens = tuple(x.astype(F32) for x in (r, w, k, v, a, b))
     op, slots = recurrence.sequential(_token), (read_slots, write_slots)
-    out, state = recurrence.ragged(op, tokens, state, ragged, *slots, v.shape[1:])
+    out, state = recurrence.ragged(op, tokens, state, ragged, *slots, v.shape[1:], decode=decode)
     return out.astype(v.dtype), state
 
 

@@ -9,6 +9,8 @@ from pallas_kernels.selective_scan import reference
 
 OP = "selective_scan"
 registry.register(OP, registry.REFERENCE, reference.selective_scan, registry.never)
+registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:selective_scan")
+registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:selective_scan")
 
 
 def selective_scan(

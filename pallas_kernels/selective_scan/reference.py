@@ -35,8 +35,8 @@ def recurrent(
     the dtype of x, and the final state.
     """
     state = jnp.zeros(A.shape, F32) if initial is None else initial.astype(F32)
-    token = functools.partial(_token, A=A.astype(F32), D=_skip(D, x))
-    y, final = recurrence.recurrent(token, _tokens(x, dt, B, C, dt_bias), state)
+    token = functools.partial(_token, A=A.astype(F32), D=skip(D, x))
+    y, final = recurrence.recurrent(token, prepare(x, dt, B, C, dt_bias), state)
     return y.astype(x.dtype), final
 
 
@@ -52,24 +52,31 @@ def selective_scan(
     ragged: RaggedBatch,
     read_slots: jax.Array,
     write_slots: jax.Array,
+    *,
+    decode: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `api.selective_scan`."""
-    op = recurrence.sequential(functools.partial(_token, A=A.astype(F32), D=_skip(D, x)))
-    tokens, slots = _tokens(x, dt, B, C, dt_bias), (read_slots, write_slots)
-    y, state = recurrence.ragged(op, tokens, state, ragged, *slots, x.shape[1:])
+    """See `api.selective_scan`, and for `decode` `recurrence.ragged`."""
+    op = recurrence.sequential(functools.partial(_token, A=A.astype(F32), D=skip(D, x)))
+    tokens, slots = prepare(x, dt, B, C, dt_bias), (read_slots, write_slots)
+    y, state = recurrence.ragged(op, tokens, state, ragged, *slots, x.shape[1:], decode=decode)
     return y.astype(x.dtype), state
 
 
-def _tokens(
+def prepare(
     x: jax.Array, dt: jax.Array, B: jax.Array, C: jax.Array, dt_bias: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    x, dt, B, C = (operand.astype(F32) for operand in (x, dt, B, C))
-    if dt_bias is not None:
-        dt = dt + dt_bias.astype(F32)[None]
-    return x, jax.nn.softplus(dt), B, C
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """x, step sizes, B and C in float32."""
+    return x.astype(F32), step_size(dt, dt_bias), B.astype(F32), C.astype(F32)
 
 
-def _skip(D: jax.Array | None, x: jax.Array) -> jax.Array:
+def step_size(dt: jax.Array, dt_bias: jax.Array | None) -> jax.Array:
+    """f32[T, E]: softplus(dt + dt_bias)."""
+    dt = dt.astype(F32)
+    return jax.nn.softplus(dt if dt_bias is None else dt + dt_bias.astype(F32)[None])
+
+
+def skip(D: jax.Array | None, x: jax.Array) -> jax.Array:
+    """f32[E]: D, zeros for None."""
     return jnp.zeros(x.shape[1], F32) if D is None else D.astype(F32)
 
 

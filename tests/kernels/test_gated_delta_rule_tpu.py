@@ -16,6 +16,7 @@ from pallas_kernels.registry import ArrayFacts, Facts
 from pallas_kernels.tpu_chip import CHIPS
 from tests.helpers import slots
 from tests.helpers.ragged import Rows
+from tests.helpers.tpu import RACE, device_memory
 from tests.kernels.test_gated_delta_rule import draw, nearly_equal_keys
 
 CASE = {case.name: case for case in CASES}
@@ -27,7 +28,6 @@ Q, STATE = ArrayFacts((1, 2, 128), "float32"), ArrayFacts((1, 4, 128, 128), "flo
 GROUPED_BF16 = Case("grouped_bf16", 1, 3, 128, 128, dtype="bfloat16", atol=4e-3)
 # Every shape compiles anew, which takes seconds.
 BREADTH = [GROUPED_BF16, *(pytest.param(x, marks=pytest.mark.slow) for x in (GROUPED, *SMALL))]
-RACE = "RACE DETECTED"  # what the interpreter prints; it does not raise
 TWO_CORES = ("tpu", "TPU v5")  # splits the heads into two blocks
 
 DECODE = {
@@ -158,30 +158,15 @@ def test_nearly_equal_keys(dtype: str, max_beta: float, bound: float) -> None:
         assert error < bound
 
 
-def interpreter(mode: Literal["on_wait", "eager"]) -> pltpu.InterpretParams:
-    """TPU memory: indices out of bounds raise, what was never written is NaN, slots are shared.
-
-    The transfers of a pipeline run in order here, so races can only be seen between transfers that
-    a kernel starts itself. Each of those needs a clock of its own.
-    """
-    return pltpu.InterpretParams(
-        detect_races=True,
-        vector_clock_size=64,
-        dma_execution_mode=mode,
-        out_of_bounds_reads="raise",
-        uninitialized_memory="nan",
-    )
-
-
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 @pytest.mark.parametrize("batch", ["mixed_ages", "padding", "fresh_between", "padding_mixed"])
 @pytest.mark.timeout(300)
 def test_transfers(mode: Literal["on_wait", "eager"], batch: str, capfd) -> None:
-    check(GROUPED, (DECODE | PREFILL)[batch], interpreter(mode), target=TWO_CORES)
+    check(GROUPED, (DECODE | PREFILL)[batch], device_memory(mode), target=TWO_CORES)
     assert RACE not in capfd.readouterr().out
 
 
-def facts(case: Case, kind: str = "TPU v6 lite", name: str = "tpu", **changes) -> Facts:
+def facts(case: Case, kind: str = "TPU v6 lite", **changes) -> Facts:
     def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
@@ -194,7 +179,7 @@ def facts(case: Case, kind: str = "TPU v6 lite", name: str = "tpu", **changes) -
         "state": array("float32", 9, case.num_v_heads, case.k_dim, case.v_dim),
         "decode_only": True,
     }
-    with platform.target(name, kind):
+    with platform.target("tpu", kind):
         return Facts.of(**(values | changes))
 
 

@@ -11,6 +11,8 @@ import pytest
 from pallas_kernels import RaggedBatch, registry
 from pallas_kernels.causal_conv1d import causal_conv1d
 from pallas_kernels.causal_conv1d.cases import CASES as CONVOLUTION_CASES
+from pallas_kernels.gla import gla
+from pallas_kernels.gla.cases import CASES as GLA_CASES
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cases import Case as AttentionCase
 from pallas_kernels.paged_attention.gpu_decode import Tiles
@@ -20,10 +22,18 @@ from tests.kernels.test_paged_attention_tpu_compile import CASE as ATTENTION
 from tests.kernels.test_paged_attention_tpu_compile import arguments as attention_arguments
 from tests.kernels.test_tpu_compile import (
     GATED_DELTA,
+    RWKV7,
+    SCAN,
     SSD,
+    batch_arguments,
     gated_delta,
     gated_delta_arguments,
+    run_rwkv7,
+    run_scan,
     run_ssd,
+    rwkv7_arguments,
+    scan_arguments,
+    shape,
     ssd_arguments,
 )
 
@@ -99,6 +109,37 @@ def test_ssd_decode(name: str, rows: int, chip: str) -> None:
 
 
 @pytest.mark.parametrize("chip", EVERY_GPU)
+@pytest.mark.parametrize(("name", "rows"), [("minimax_text_01", 64), ("gla_1b", 1)])
+def test_gla_decode(name: str, rows: int, chip: str) -> None:
+    case = {case.name: case for case in GLA_CASES}[name]
+    keys = shape(case.dtype, rows, case.num_k_heads, case.k_dim)
+    values = shape(case.dtype, rows, case.num_v_heads, case.v_dim)
+    decays = shape("float32", rows, case.num_v_heads, *[case.k_dim] * case.per_channel)
+    state = shape("float32", 2 * rows + 1, case.num_v_heads, case.k_dim, case.v_dim)
+
+    def run(q, k, v, g, state, starts, lens, counts, read, write):
+        return gla(q, k, v, g, state, RaggedBatch(starts, lens, counts, True), read, write)
+
+    given = (keys, keys, values, decays, state, *batch_arguments(rows))
+    check_compiles(run, given, 4, "gla_decode", chip)
+
+
+@pytest.mark.parametrize("chip", EVERY_GPU)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_rwkv7_decode(rows: int, chip: str) -> None:
+    case = RWKV7["rwkv7_2b9"]
+    given = rwkv7_arguments(case, rows, rows)
+    check_compiles(run_rwkv7(case, True), given, 6, "rwkv7_decode", chip)
+
+
+@pytest.mark.parametrize("chip", EVERY_GPU)
+@pytest.mark.parametrize("rows", [1, 64])
+def test_selective_scan_decode(rows: int, chip: str) -> None:
+    given = scan_arguments(SCAN["falcon_mamba_7b"], rows, rows)
+    check_compiles(run_scan(True), given, 7, "selective_scan_decode", chip)
+
+
+@pytest.mark.parametrize("chip", EVERY_GPU)
 @pytest.mark.parametrize(("name", "rows"), [("qwen35_9b", 64), ("olmo_hybrid_7b", 1)])
 def test_causal_conv1d_decode(name: str, rows: int, chip: str) -> None:
     case = CONVOLUTION[name]
@@ -110,13 +151,12 @@ def test_causal_conv1d_decode(name: str, rows: int, chip: str) -> None:
             (2 * rows + 1, case.width - 1, case.channels),
         )
     )
-    index = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (rows + 1, rows, 2, rows, rows))
 
     def run(x, weight, state, starts, lens, counts, read, write):
         ragged = RaggedBatch(starts, lens, counts, decode_only=True)
         return causal_conv1d(x, weight, None, state, ragged, read, write, activation="silu")
 
-    check_compiles(run, (x, weight, state, *index), 2, "causal_conv1d_decode", chip)
+    check_compiles(run, (x, weight, state, *batch_arguments(rows)), 2, "causal_conv1d_decode", chip)
 
 
 def check_compiles(

@@ -17,6 +17,7 @@ from pallas_kernels.tpu_chip import CHIPS
 from tests.helpers import slots
 from tests.helpers.ragged import Rows
 from tests.helpers.slots import DECODE_BATCHES, MIXED_BATCHES
+from tests.helpers.tpu import RACE, device_memory
 from tests.kernels.test_ssd import draw, on_device
 
 CASE = {case.name: case for case in CASES}
@@ -24,7 +25,6 @@ GROUPED = Case("grouped", 4, 64, 2, 128)
 GROUPED_BF16 = replace(CASE["nemotron_3_nano"], name="grouped_bf16", heads=4, groups=2)
 WIDE = Case("wide", 2, 128, 1, 256, dt_limit=(0.1, 0.5))
 BREADTH = [GROUPED_BF16, *(pytest.param(x, marks=pytest.mark.slow) for x in (GROUPED, WIDE))]
-RACE = "RACE DETECTED"  # what the interpreter prints; it does not raise
 TWO_CORES = ("tpu", "TPU v5")  # splits the heads into two blocks
 
 
@@ -84,17 +84,9 @@ def test_model_shapes(name: str) -> None:
                                    MIXED_BATCHES["one_token_prompts"]])  # fmt: skip
 @pytest.mark.timeout(300)
 def test_transfers(mode: Literal["on_wait", "eager"], batch: Rows, capfd) -> None:
-    """TPU memory: indices out of bounds raise, what was never written is NaN, slots are shared."""
-    interpreter = pltpu.InterpretParams(
-        detect_races=True,
-        vector_clock_size=64,
-        dma_execution_mode=mode,
-        out_of_bounds_reads="raise",
-        uninitialized_memory="nan",
-    )
     blocks = mosaic_tpu.decode_heads(jnp.zeros((1, 4, 64)), jnp.zeros((1, 2, 128)), CHIPS["TPU v5"])
     assert blocks == 2
-    check(GROUPED, batch, _jitted(GROUPED, interpreter, TWO_CORES))
+    check(GROUPED, batch, _jitted(GROUPED, device_memory(mode), TWO_CORES))
     assert RACE not in capfd.readouterr().out
 
 

@@ -13,6 +13,12 @@ from pallas_kernels.gla.cases import CASES as GLA_CASES
 from pallas_kernels.gla.cases import Case as GlaCase
 from pallas_kernels.rows import clear_rows, copy_rows
 from pallas_kernels.rows.cases import CASES as ROWS
+from pallas_kernels.rwkv7 import rwkv7
+from pallas_kernels.rwkv7.cases import CASES as RWKV7_CASES
+from pallas_kernels.rwkv7.cases import Case as Rwkv7Case
+from pallas_kernels.selective_scan import selective_scan
+from pallas_kernels.selective_scan.cases import CASES as SCAN_CASES
+from pallas_kernels.selective_scan.cases import Case as ScanCase
 from pallas_kernels.ssd import ssd
 from pallas_kernels.ssd.cases import CASES as SSD_CASES
 from pallas_kernels.ssd.cases import Case as SsdCase
@@ -23,6 +29,8 @@ GATED_DELTA = {case.name: case for case in CASES}
 GLA = {case.name: case for case in GLA_CASES}
 NETS = {case.name: case for case in NET_CASES}
 SSD = {case.name: case for case in SSD_CASES}
+RWKV7 = {case.name: case for case in RWKV7_CASES}
+SCAN = {case.name: case for case in SCAN_CASES}
 
 
 def shape(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
@@ -36,7 +44,12 @@ def gated_delta_arguments(case: Case, tokens: int, rows: int) -> tuple[jax.Shape
     beta = shape("float32", tokens, case.num_v_heads)
     g = shape("float32", *beta.shape, *[case.k_dim] * case.per_channel)
     state = shape("float32", 2 * rows + 1, case.num_v_heads, case.k_dim, case.v_dim)
-    return (*qkv, g, beta, state, *(shape("int32", n) for n in (rows + 1, rows, 2, rows, rows)))
+    return (*qkv, g, beta, state, *batch_arguments(rows))
+
+
+def batch_arguments(rows: int) -> list[jax.ShapeDtypeStruct]:
+    """Row boundaries, lengths and counts of a batch, and slots to read and to write."""
+    return [shape("int32", n) for n in (rows + 1, rows, 2, rows, rows)]
 
 
 def gated_delta(case: Case, decode_only: bool):
@@ -154,7 +167,7 @@ def ssd_arguments(case: SsdCase, tokens: int, rows: int) -> tuple[jax.ShapeDtype
         *(shape(case.dtype, tokens, width) for width in widths),
         *[shape("float32", case.heads)] * 3,
         state,
-        *(shape("int32", n) for n in (rows + 1, rows, 2, rows, rows)),
+        *batch_arguments(rows),
     )
 
 
@@ -187,6 +200,64 @@ def test_ssd_mixed(name: str, chip: str) -> None:
     arguments = ssd_arguments(SSD[name], 300, 20)
     compiled = compile_for(chip, run_ssd(SSD[name], False), arguments, donate=(7,))
     check_in_place(compiled, arguments[7], kernels=("ssd_decode", "ssd_prefill"))
+
+
+MIXED = pytest.param(300, 256, marks=pytest.mark.slow)
+
+
+def rwkv7_arguments(case: Rwkv7Case, tokens: int, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """r, w, k, v, a, b as layers have them, flat; state, row boundaries and slots."""
+    keys = shape(case.dtype, tokens, case.heads * case.k_dim)
+    values = shape(case.dtype, tokens, case.heads * case.v_dim)
+    state = shape("float32", 2 * rows + 1, case.k_dim, values.shape[1])
+    w = shape("float32", *keys.shape)
+    return (keys, w, keys, values, keys, keys, state, *batch_arguments(rows))
+
+
+def run_rwkv7(case: Rwkv7Case, decode_only: bool):
+    def run(r, w, k, v, a, b, state, starts, lens, counts, read, write):
+        operands = (x.reshape(x.shape[0], case.heads, -1) for x in (r, w, k, v, a, b))
+        ragged = RaggedBatch(starts, lens, counts, decode_only)
+        out, state = rwkv7(*operands, state, ragged, read, write)
+        return out.reshape(v.shape), state
+
+    return run
+
+
+def scan_arguments(case: ScanCase, tokens: int, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """x, dt, A, B, C, D, dt_bias, state, row boundaries and slots."""
+    x = shape(case.dtype, tokens, case.channels)
+    weights = shape(case.dtype, tokens, case.state_size)
+    A = shape("float32", case.state_size, case.channels)
+    state = shape("float32", 2 * rows + 1, *A.shape)
+    return (x, x, A, weights, weights, *[shape("float32", case.channels)] * 2, state,
+            *batch_arguments(rows))  # fmt: skip
+
+
+def run_scan(decode_only: bool):
+    def run(x, dt, A, B, C, D, dt_bias, state, starts, lens, counts, read, write):
+        ragged = RaggedBatch(starts, lens, counts, decode_only)
+        return selective_scan(x, dt, A, B, C, D, dt_bias, state, ragged, read, write)
+
+    return run
+
+
+@pytest.mark.parametrize("chip", EVERY_CHIP)
+@pytest.mark.parametrize(("tokens", "rows"), [(64, 64), MIXED])
+def test_rwkv7(tokens: int, rows: int, chip: str) -> None:
+    case, mixed = RWKV7["rwkv7_2b9"], tokens > rows
+    arguments = rwkv7_arguments(case, tokens, rows)
+    compiled = compile_for(chip, run_rwkv7(case, not mixed), arguments, donate=(6,))
+    check_in_place(compiled, arguments[6], kernels=("rwkv7_decode",), loop=mixed)
+
+
+@pytest.mark.parametrize("chip", EVERY_CHIP)
+@pytest.mark.parametrize(("tokens", "rows"), [(64, 64), MIXED])
+def test_selective_scan(tokens: int, rows: int, chip: str) -> None:
+    mixed = tokens > rows
+    arguments = scan_arguments(SCAN["falcon_mamba_7b"], tokens, rows)
+    compiled = compile_for(chip, run_scan(not mixed), arguments, donate=(7,))
+    check_in_place(compiled, arguments[7], kernels=("selective_scan_decode",), loop=mixed)
 
 
 @pytest.mark.parametrize("chip", EVERY_CHIP)

@@ -1,0 +1,75 @@
+"""Decode of RWKV-7's recurrence on GPUs: a Triton kernel that moves every state once, in place.
+
+A program has some columns of one head's state, for one row.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import gpu_chip, gpu_rows
+from pallas_kernels.gpu_rows import F32, Row, Slots
+from pallas_kernels.ragged import RaggedBatch
+
+
+def decode(
+    tokens: tuple[jax.Array, ...],
+    state: jax.Array,
+    ragged: RaggedBatch,
+    slots: Slots,
+    *,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The decode rows of a batch.
+
+    Args:
+        tokens: r, w, k [S, H, dk], v [S, H, dv], a, b [S, H, dk].
+        state: f32[slots, dk, H * dv], updated in place if it is donated.
+        ragged: row boundaries. slots: read and write slots, i32[S] each.
+        interpret: as in `pl.pallas_call`.
+
+    Returns:
+        out [S, H, dv], 0 for padding rows, and the new `state`.
+    """
+    v = tokens[3]
+    _, heads, dv = v.shape
+    columns = gpu_chip.state_columns("rwkv7", state.shape[1], dv)
+    return gpu_rows.decode(
+        functools.partial(_row, columns=columns), tokens, state, ragged, slots,
+        name="rwkv7_decode", grid=(pl.cdiv(dv, columns), heads),
+        out=jax.ShapeDtypeStruct(v.shape, v.dtype), interpret=interpret,
+    )  # fmt: skip
+
+
+def _row(
+    row: Row, r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, before: Any, out: Any, after: Any, *,
+    columns: int,
+) -> None:  # fmt: skip
+    """`columns` columns of one head's state, for one row."""
+    part, head = pl.program_id(0), pl.program_id(1)
+    dk, dv = r.shape[2], v.shape[2]
+    channel = jnp.arange(gpu_chip.power_of_two(dk))
+    column = part * columns + jnp.arange(columns)
+    real_channel, real_column = channel < dk, column < dv
+    place, tile = (
+        (channel[:, None], head * dv + column[None]),
+        real_channel[:, None] & real_column[None],
+    )
+
+    r_row, w_row, k_row, a_row, b_row = (
+        plgpu.load(ref.at[row.number, head, channel], mask=real_channel, other=0.0).astype(F32)
+        for ref in (r, w, k, a, b)
+    )
+    v_row = plgpu.load(v.at[row.number, head, column], mask=real_column, other=0.0).astype(F32)
+    kept = jnp.exp(w_row)
+    old = row.read(before, place, tile)
+    # The output comes from the old state, so that both sums go over it at once.
+    read, total = (jnp.sum(old * x[:, None], axis=0) for x in (a_row, kept * r_row))
+    new = kept[:, None] * old + b_row[:, None] * read[None] + k_row[:, None] * v_row[None]
+    row.write(after, place, tile, new)
+    total += jnp.sum(r_row * b_row) * read + jnp.sum(r_row * k_row) * v_row
+    row.finish(out, (head, column), real_column, total)

@@ -1,0 +1,176 @@
+"""The Triton kernels of all recurrences, interpreted on CPU, against the float64 oracles."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import platform
+from pallas_kernels.registry import Facts
+from tests.helpers import slots
+from tests.helpers.ragged import Rows, delta_rule_oracle, selective_scan_oracle, ssd_oracle
+from tests.helpers.slots import DECODE_BATCHES
+from tests.kernels import (
+    test_gated_delta_rule,
+    test_gla,
+    test_rwkv7,
+    test_selective_scan,
+    test_ssd,
+)
+
+OPS = {
+    "gated_delta_rule": test_gated_delta_rule,
+    "gla": test_gla,
+    "rwkv7": test_rwkv7,
+    "selective_scan": test_selective_scan,
+    "ssd": test_ssd,
+}
+# Neither dimension is a power of two, and the columns take several programs.
+BF16 = {"name": "uneven_bf16", "dtype": "bfloat16"}
+UNEVEN = {
+    "gated_delta_rule": {"num_k_heads": 2, "num_v_heads": 6, "k_dim": 24, "v_dim": 80,
+                         "per_channel": True, "atol": 4e-3},
+    "gla": {"num_k_heads": 2, "num_v_heads": 6, "k_dim": 24, "v_dim": 80, "atol": 8e-3},
+    "rwkv7": {"heads": 3, "k_dim": 24, "v_dim": 80, "atol": 8e-3},
+    "selective_scan": {"channels": 150, "state_size": 20, "atol": 3.2e-2},
+    "ssd": {"heads": 4, "head_dim": 80, "groups": 2, "state_size": 20, "atol": 3.2e-2},
+}  # fmt: skip
+ALL = [(op, case) for op, module in OPS.items() for case in module.CASES]
+SMALL = [(op, case) for op, case in ALL if case.name.startswith("tiny")]
+LARGE = [(op, case) for op, case in ALL if not case.name.startswith("tiny")]
+SMALLEST = dict(reversed(SMALL))
+FAST = [*SMALL, *((op, replace(SMALLEST[op], **BF16, **shape)) for op, shape in UNEVEN.items())]
+
+
+def module_of(op: str) -> Any:
+    """The module with an op's Triton kernel."""
+    return importlib.import_module(f"pallas_kernels.{op}.triton_gpu")
+
+
+def options(op: str, case: Any) -> dict[str, Any]:
+    """What `draw`'s oracle of the op assumes."""
+    return {
+        "gated_delta_rule": {"scale": None, "l2norm": True},
+        "gla": {"scale": 1.0},
+        "ssd": {"dt_limit": getattr(case, "dt_limit", None)},
+    }.get(op, {})
+
+
+@functools.cache
+def _jitted(op: str, **static: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(getattr(module_of(op), op), **static, interpret=True))
+
+
+def call_of(op: str, case: Any, **static: Any) -> Callable[..., Any]:
+    """The kernel with the parameters of a layer, if the op has some."""
+    on_device = getattr(OPS[op], "on_device", lambda case: {})
+    return functools.partial(_jitted(op, **(options(op, case) | static)), **on_device(case))
+
+
+def check(op: str, case: Any, rows: Rows, *, seed: int = 0, shared: bool = False) -> None:
+    tokens = OPS[op].draw(case, rows.num_tokens, seed)
+    slots.check(call_of(op, case), tokens, rows, atol=case.atol, state_atol=case.state_atol,
+                seed=seed, shared=shared)  # fmt: skip
+
+
+def names(value: Any) -> str | None:
+    return getattr(value, "name", None)
+
+
+@pytest.mark.parametrize("batch", DECODE_BATCHES)
+@pytest.mark.parametrize(("op", "case"), FAST, ids=names)
+def test_decode(op: str, case: Any, batch: str) -> None:
+    check(op, case, DECODE_BATCHES[batch])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rows_may_read_one_slot(op: str) -> None:
+    check(op, SMALLEST[op], Rows(decode=(5, 0, 5, 9)).padded(7, 7), shared=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "case"), LARGE, ids=names)
+def test_model_shapes(op: str, case: Any) -> None:
+    check(op, case, Rows(decode=(0, 9), pad_rows=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "case"), SMALL, ids=names)
+def test_random_batches(op: str, case: Any) -> None:
+    rng = np.random.default_rng(7)
+    for seed in range(5):
+        decode = tuple(int(n) for n in rng.integers(0, 3, size=rng.integers(0, 8)))
+        check(op, case, Rows(decode).padded(7, 7), seed=seed)
+
+
+def test_keys_of_the_delta_rule_that_are_not_normalised() -> None:
+    op, rows = "gated_delta_rule", DECODE_BATCHES["mixed_ages"]
+    case = SMALLEST[op]
+    tokens = OPS[op].draw(case, rows.num_tokens)
+    arrays = dict(tokens.arrays) | {name: tokens.arrays[name] / 4 for name in "qk"}
+    oracle = functools.partial(delta_rule_oracle, scale=case.k_dim**-0.5, l2norm=False)
+    arrays = {name: slots.rounded(x, "float32") for name, x in arrays.items()}
+    tokens = replace(tokens, arrays=arrays, oracle=oracle)
+    call = call_of(op, case, l2norm=False)
+    slots.check(call, tokens, rows, atol=case.atol, state_atol=case.state_atol)
+
+
+@pytest.mark.parametrize("op", ["selective_scan", "ssd"])
+def test_without_skip_and_bias(op: str) -> None:
+    case, rows = SMALLEST[op], DECODE_BATCHES["mixed_ages"]
+    tokens, parameters = OPS[op].draw(case, rows.num_tokens), OPS[op].parameters(case)
+    zeros = {name: np.zeros_like(parameters[name]) for name in ("D", "dt_bias")}
+    oracle = {
+        "selective_scan": functools.partial(selective_scan_oracle, **parameters | zeros),
+        "ssd": functools.partial(ssd_oracle, **parameters | zeros, **options(op, case)),
+    }[op]
+    call = functools.partial(call_of(op, case), D=None, dt_bias=None)
+    slots.check(call, replace(tokens, oracle=oracle), rows,
+                atol=case.atol, state_atol=case.state_atol)  # fmt: skip
+
+
+def test_states_in_bfloat16_are_rounded_when_written() -> None:
+    """What a float32 pool would hold, rounded once."""
+    op, rows = "gated_delta_rule", Rows(decode=(3, 0), pad_rows=1)
+    tokens, call = OPS[op].draw(SMALLEST[op], 3), call_of(op, SMALLEST[op])
+    before = np.random.default_rng(1).normal(size=(4, *tokens.state_shape))
+    index = jnp.asarray([2, 3, 0], jnp.int32)
+    states = {}
+    for dtype in ("bfloat16", "float32"):
+        pool = jnp.asarray(before, jnp.bfloat16).astype(dtype)
+        _, states[dtype] = call(
+            **tokens.on_device(), state=pool, ragged=rows.ragged(), read_slots=index,
+            write_slots=index,
+        )  # fmt: skip
+    assert states["bfloat16"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(states["bfloat16"], states["float32"].astype(jnp.bfloat16))
+
+
+def facts(op: str, case: Any, kind: str = "NVIDIA A100-SXM4-80GB", **changes: Any) -> Facts:
+    state = jax.ShapeDtypeStruct((9, *OPS[op].draw(case, 1).state_shape), jnp.float32)
+    with platform.target("gpu", kind):
+        return Facts.of(**({"state": state, "decode_only": True} | changes))
+
+
+# The dimension that a program has all of.
+ROWS_OF_STATES = {"gated_delta_rule": "k_dim", "gla": "k_dim", "rwkv7": "k_dim"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_refusals_have_reasons(op: str) -> None:
+    refuses, tiny = module_of(op).refuses, SMALLEST[op]
+    for case in OPS[op].CASES:
+        assert refuses(facts(op, case)) is None
+    large = replace(tiny, **{ROWS_OF_STATES.get(op, "state_size"): 1024})
+    for refused, reason in (
+        (facts(op, tiny, "Tesla V100-SXM2-16GB"), "not for 'Tesla V100-SXM2-16GB'"),
+        (facts(op, tiny, decode_only=False), "prefill"),
+        (facts(op, large), "1024 values are above 512"),
+    ):
+        assert reason in str(refuses(refused))
