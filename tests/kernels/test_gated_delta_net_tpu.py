@@ -15,8 +15,9 @@ from pallas_kernels.gated_delta_net.cases import CASES, Case
 from pallas_kernels.registry import Facts
 from pallas_kernels.tpu_chip import CHIPS
 from tests.helpers.ragged import Rows
+from tests.helpers.tpu import RACE, device_memory
 from tests.kernels.test_gated_delta_net import check_call, options
-from tests.kernels.test_gated_delta_rule_tpu import DECODE, RACE, interpreter
+from tests.kernels.test_gated_delta_rule_tpu import DECODE
 
 CASE = {case.name: case for case in CASES}
 # The channels of q, k and v are 8 rows of tiles; every shape compiles anew, which takes seconds.
@@ -81,7 +82,7 @@ def test_decode_of_model_shapes(name: str) -> None:
 @pytest.mark.parametrize("batch", ["mixed_ages", "padding"])
 @pytest.mark.timeout(300)
 def test_transfers(mode: Literal["on_wait", "eager"], batch: str, capfd) -> None:
-    check(GROUPED, DECODE[batch], interpreter(mode))
+    check(GROUPED, DECODE[batch], device_memory(mode))
     assert RACE not in capfd.readouterr().out
 
 
