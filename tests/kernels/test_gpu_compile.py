@@ -69,7 +69,7 @@ def attention(case: AttentionCase):
     ],
 )
 def test_paged_attention_decode(name: str, rows: int, parts: int, chip: str) -> None:
-    given = attention_arguments(ATTENTION[name], rows)
+    given = attention_arguments(ATTENTION[name], rows, platform="gpu")
     q, _, _, pages, table, *_ = given
     assert Tiles.of(q, pages, table.shape[1], ATTENTION[name].window).parts == parts
     compile_attention(ATTENTION[name], given, chip)
@@ -79,7 +79,7 @@ def test_paged_attention_decode(name: str, rows: int, parts: int, chip: str) -> 
 @pytest.mark.parametrize("chip", ["h100", "b200"])
 def test_paged_attention_decode_float8(chip: str) -> None:
     case = ATTENTION["qwen35_9b"]
-    q, k, v, pages, *rest = attention_arguments(case, 64)
+    q, k, v, pages, *rest = attention_arguments(case, 64, platform="gpu")
     pages = jax.ShapeDtypeStruct(pages.shape, jnp.float8_e4m3fn)
     compile_attention(case, (q, k, v, pages, *rest), chip)
 

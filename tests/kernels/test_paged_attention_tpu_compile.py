@@ -51,14 +51,16 @@ def shape(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
 
 
-def arguments(case: Case, rows: int, tokens: int | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
+def arguments(
+    case: Case, rows: int, tokens: int | None = None, platform: str = "tpu"
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     """q, k, v, pages, table, row boundaries and sinks of a batch; without `tokens`, of decode.
 
     The pool is larger than any VMEM, where XLA would otherwise put it.
     """
     seen = case.window or CONTEXT
     width = -(-seen // case.page_size) + 1
-    page = pages_shape(1, case.page_size, case.num_kv_heads, case.head_dim, "tpu")
+    page = pages_shape(1, case.page_size, case.num_kv_heads, case.head_dim, platform)
     item = jnp.dtype(case.dtype).itemsize
     num_pages = (256 << 20) // (page[1] * page[2] * page[3] * item)
     tokens = tokens or rows
