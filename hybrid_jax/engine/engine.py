@@ -127,7 +127,8 @@ class Engine:
         """
         self._clock.start()
         try:
-            self.drain_inbox()
+            if self._inbox.items:  # else it would put SIGINT off for nothing
+                self.drain_inbox()
             if any(step.constrains for step in self._in_flight):
                 self._finish_in_flight()
             steps = self._launch()
@@ -156,8 +157,7 @@ class Engine:
             else:
                 for sequence in item.sequences:
                     if sequence.state is not SequenceState.FINISHED:
-                        event = self._outputs.abort(sequence)
-                        self._end(sequence, ReleaseReason.ABORT, event)
+                        self._end(sequence, ReleaseReason.ABORT, self._outputs.abort(sequence))
 
     def hold(self, request_id: str) -> Prefix:
         """Keeps what a running request of one completion has computed, to fork or snapshot it.

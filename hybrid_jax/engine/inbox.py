@@ -33,8 +33,8 @@ class Abort:
 class Inbox:
     """The only part of an engine that several threads use; `lock` guards all of it.
 
-    `requests` has the sequences of every request that has not ended; `dead` says why nothing is
-    accepted any more.
+    `items` has what was asked for and not taken yet, `requests` the sequences of every request that
+    has not ended; `dead` says why nothing is accepted any more.
     """
 
     def __init__(self, validator: RequestValidator, config: "EngineConfig") -> None:
@@ -43,13 +43,13 @@ class Inbox:
         self.dead: EngineDead | None = None
         self._validator = validator
         self._config = config
-        self._items: deque[Arrival | Abort] = deque()
+        self.items: deque[Arrival | Abort] = deque()
         self._num_arrivals = 0
 
     @property
     def num_waiting(self) -> int:
         """Sequences that arrived and were not taken yet."""
-        return sum(len(i.sequences) for i in list(self._items) if isinstance(i, Arrival))
+        return sum(len(i.sequences) for i in list(self.items) if isinstance(i, Arrival))
 
     def add(self, request: Request, *, num_queued: int) -> None:
         """See `Engine.add_request`; `num_queued` sequences wait elsewhere."""
@@ -73,7 +73,7 @@ class Inbox:
             )
             self._num_arrivals += len(sequences)
             self.requests[request.request_id] = sequences
-            self._items.append(Arrival(sequences))
+            self.items.append(Arrival(sequences))
 
     def abort(self, request_id: str) -> bool:
         """Asks for the end of a request; False if it is unknown or ended."""
@@ -81,19 +81,19 @@ class Inbox:
             sequences = self.requests.get(request_id)
             if sequences is None:
                 return False
-            self._items.append(Abort(sequences))
+            self.items.append(Abort(sequences))
             return True
 
     def close(self, reason: EngineDead) -> None:
         """Aborts everything and accepts nothing any more. Idempotent."""
         with self.lock:
             self.dead = self.dead or reason
-            self._items.extend(Abort(sequences) for sequences in self.requests.values())
+            self.items.extend(Abort(sequences) for sequences in self.requests.values())
 
     def take(self) -> Iterator[Arrival | Abort]:
         """What was asked for, in order."""
-        while self._items:
-            yield self._items.popleft()
+        while self.items:
+            yield self.items.popleft()
 
     def ended(self, request_id: str) -> None:
         """Hears that a request has had its final event."""

@@ -1,10 +1,12 @@
 """References of transformers itself: needs torch.
 
-The seed changes from run to run; a failure names it, and HYBRID_JAX_TEST_SEED repeats it.
+The seed of models without linear layers changes from run to run; a failure names it, and
+HYBRID_JAX_TEST_SEED repeats it.
 """
 
 import logging
 import os
+import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,21 +24,29 @@ from tests.helpers import tiny
 
 torch = pytest.importorskip("torch", reason="records with transformers, which needs torch")
 
-# Not a fresh one: the bounds are those of a check of real models, and small random weights may be
-# off by a little more (1.06e-4 of 8.7e-5 was seen). tests/models/test_hf_live.py has fresh ones.
-SEED = int(os.environ.get("HYBRID_JAX_TEST_SEED") or 1)
+# Linear layers: not a fresh seed. At position 0 their output is (q . k) v per head; where random q
+# and k are nearly orthogonal, the sum cancels, and the norm after it makes its rounding large.
+# 3 of 250 seeds pass the bound for this, one 15 times; there transformers in float32 is 200 times
+# as far from itself in float64 as elsewhere. tests/models/test_hf_live.py skips such seeds.
+FIXED_SEED = 1
+SEED = int(os.environ.get("HYBRID_JAX_TEST_SEED") or random.randrange(2**31))
 
 # Deprecations inside transformers and torch are not ours to fix.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 # Without experts, whose choice is discrete: any seed will do.
-@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_a_sound_model_agrees_and_a_broken_one_does_not(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [("qwen3_5", FIXED_SEED), pytest.param("gemma3", SEED, marks=pytest.mark.slow)],
+)
+def test_a_sound_model_agrees_and_a_broken_one_does_not(
+    name: str, seed: int, tmp_path: Path
+) -> None:
     """Recorded, saved, read again and compared, layer by layer."""
     torch.set_num_threads(1)  # products this small take ten times as long on two threads
-    where = f"HYBRID_JAX_TEST_SEED={SEED}"
-    model = load_model(tiny.write_checkpoint(name, tmp_path, SEED), dtype="float32")
+    where = f"HYBRID_JAX_TEST_SEED={seed}"
+    model = load_model(tiny.write_checkpoint(name, tmp_path, seed), dtype="float32")
     record_reference(tmp_path, num_tokens=6).save(tmp_path / "reference")
     reference = Reference.load(tmp_path / "reference")
     longest = max(len(recorded.prompt) for recorded in reference.prompts)
