@@ -77,29 +77,34 @@ def decode(
 
     Args:
         body: computes one row for one block of channels, from refs in VMEM: tokens [1, 1, lanes]
-            each, columns [1, 1, n, m], constants [N, lanes] each, before [1, N, lanes], which may
-            hold anything if the row starts from zeros, out [1, 1, lanes] and after [1, N, lanes].
+            each, columns [1, 1, n, m], constants [N, lanes] each, before [1, N, lanes] or [1,
+            heads, N, dv], which may hold anything if the row starts from zeros, out [1, 1, lanes]
+            and after, like before.
         tokens: f32[S, channels] each.
         columns: [parts, S, n, m], of which each serves as many blocks.
         constants: [N, channels] each.
-        state: [slots, N, channels].
+        state: [slots, N, channels], or by head [slots, H, N, dv] with H dv channels.
         ragged: row boundaries.
         slots: the slots to read and to write, i32[S] each.
         name: of the kernel.
-        lanes: channels per grid step.
+        lanes: channels per grid step, whole heads.
         vmem_limit: bytes of VMEM that the kernel may use.
         interpret: as for `pl.pallas_call`.
 
     Returns:
         out f32[S, channels], 0 for rows that do not decode, and the new `state`.
     """
-    (rows, channels), size = tokens[0].shape, state.shape[1]
+    rows, channels = tokens[0].shape
     blocks, parts = channels // lanes, columns.shape[0]
     by_row = (rows, 1, channels)
     row = pl.BlockSpec((1, 1, lanes), lambda j, i, *_: (i, 0, j))
 
     def slot(which: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, size, lanes), lambda j, i, *scalars: (scalars[which][i], 0, j))
+        if state.ndim == 4:
+            shape = (1, lanes // state.shape[3], *state.shape[2:])
+            return pl.BlockSpec(shape, lambda j, i, *scalars: (scalars[which][i], j, 0, 0))
+        shape = (1, state.shape[1], lanes)
+        return pl.BlockSpec(shape, lambda j, i, *scalars: (scalars[which][i], 0, j))
 
     schedule = decode_schedule(ragged, slots)
     operands = (*schedule, *(x.reshape(by_row) for x in tokens), columns, *constants, state)
@@ -119,7 +124,7 @@ def decode(
                     (1, 1, *columns.shape[2:]),
                     lambda j, i, *_: (j * parts // blocks if parts > 1 else 0, i, 0, 0),
                 ),
-                *(pl.BlockSpec((size, lanes), lambda j, i, *_: (0, j)) for _ in constants),
+                *(pl.BlockSpec((len(x), lanes), lambda j, i, *_: (0, j)) for x in constants),
                 slot(0),
             ],
             out_specs=(row, slot(1)),

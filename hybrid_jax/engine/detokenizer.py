@@ -133,7 +133,14 @@ class TextStream:
             return self._stops.skip(text), None
         return self._stops.push(text) if text else ("", None)
 
-    def flush(self) -> str:
-        """The rest of the text; call it once, when the completion has ended without a match."""
-        shown, stop = self._stops.push(self._detokenizer.flush())
-        return shown if stop is not None else shown + self._stops.flush()
+    def flush(self, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """The rest of the text, and the stop string if an incomplete character completes one.
+
+        Call it once, when the completion has ended without a match.
+        """
+        text, stop = self._detokenizer.flush(), None
+        if may_stop:
+            text, stop = self._stops.push(text)
+        else:
+            text = self._stops.skip(text)
+        return (text, stop) if stop is not None else (text + self._stops.flush(), None)

@@ -82,14 +82,17 @@ class OutputProcessor:
         if reason is None and sequence.num_output_tokens >= sequence.max_tokens:
             reason = "length"
         if reason is not None and stream is not None:
-            text += stream.flush()
+            rest, stop_string = stream.flush(may_stop=may_stop)
+            text += rest
+            if stop_string is not None:
+                reason, stop_reason = "stop", stop_string
         return self._event(sequence, (token_id,), text, logprob, reason, stop_reason)
 
     def abort(self, sequence: Sequence) -> TokenEvent:
         """Ends a completion that nobody wants any more; shows the text held back so far."""
         stream, text = self._open[sequence.request.request_id].streams[sequence.index], ""
         try:
-            text = stream.flush() if stream is not None else ""
+            text = stream.flush()[0] if stream is not None else ""
         except Exception:  # a tokenizer's; nobody reads on
             logger.exception("the last text of request %s is lost", sequence.request.request_id)
         return self._event(sequence, (), text, None, "abort")

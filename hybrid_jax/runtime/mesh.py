@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from hybrid_jax.config import ModelConfig
 from hybrid_jax.specs import AttentionSpec, CacheSpec, LayerSpec, MLPSpec, StateSpec
+from pallas_kernels.paged_attention import pages_shape
 
 AXIS = "tensor"
 
@@ -71,12 +72,17 @@ class Partitioner:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def refusals(self) -> list[str]:
-        """One line for each axis that is replicated because it does not divide."""
+        """One line for each axis that is replicated because it does not divide, and for pages."""
         size, seen = self.mesh.size, {}
         for layer in self.model.layers:
             for name, count in layer_units(layer).items():
                 if count % size:
                     seen[f"{count} {name} do not divide by {size}: replicated"] = None
+            if isinstance(layer.mixer, AttentionSpec):
+                heads = layer.mixer.num_kv_heads
+                if heads % size == 0 and _rows_of_a_token(layer.mixer) % heads:
+                    reason = "on this device they have rows of no head"
+                    seen[f"pages of {heads} kv_heads, {reason}: replicated"] = None
         if self.model.vocab_size % size:
             seen[f"{self.model.vocab_size} vocab do not divide by {size}: replicated"] = None
         return list(seen)
@@ -99,6 +105,10 @@ def layer_units(layer: LayerSpec) -> dict[str, int]:
     else:
         units["experts"] = layer.ffn.num_experts
     return units
+
+
+def _rows_of_a_token(attention: AttentionSpec) -> int:
+    return pages_shape(1, 1, attention.num_kv_heads, attention.head_dim)[2]
 
 
 def _shared_size(layer: LayerSpec) -> int:

@@ -52,5 +52,10 @@ def test_pages_are_cut_by_head_or_not_at_all(kv_heads: int, head_dim: int, cut: 
     with platform.target("tpu", "TPU v6 lite"):
         sizes, config = CacheSizes(4, (6,)), CONFIG.resolve(model)
         init_carry(groups, sizes, config, partitioner=partitioner, full=full)
+        heads = {"num_key_value_heads": kv_heads, "num_attention_heads": 12, "head_dim": head_dim}
+        model = config_from_hf(tiny.TINY["qwen3"] | heads)
+        refusals = Partitioner(model, abstract_mesh(2)).refusals()
     (sharding,) = shardings
     assert ("tensor" in sharding.spec) is cut
+    named = f"pages of {kv_heads} kv_heads, on this device they have rows of no head: replicated"
+    assert refusals == ([] if cut else [named])

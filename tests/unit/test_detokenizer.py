@@ -163,6 +163,14 @@ def test_text_that_only_began_a_stop_string_is_shown_after_all() -> None:
     assert stream.flush() == "ST"
 
 
+@pytest.mark.parametrize("may_stop", [True, False])
+def test_half_a_character_at_the_end_may_complete_a_stop_string(may_stop: bool) -> None:
+    tokens, stop = BYTE_LEVEL.encode("aé")[:-1], "\ufffd"
+    stream = TextStream(detokenizer(), StopStrings([stop], include=False))
+    assert [stream.push(token, may_stop=may_stop) for token in tokens] == [("a", None), ("", None)]
+    assert stream.flush(may_stop=may_stop) == (("", stop) if may_stop else (stop, None))
+
+
 def test_the_stop_string_that_is_complete_first_wins() -> None:
     assert feed(["xyzab", "za"], ["wxyzab"]) == ("wxy", "za")
     assert feed(["a", "ba"], ["cba"]) == ("c", "ba")
