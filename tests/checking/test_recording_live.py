@@ -36,9 +36,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 # Without experts, whose choice is discrete: any seed will do.
+# The names are the same in every worker, the seeds are not.
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [("qwen3_5", FIXED_SEED), pytest.param("gemma3", SEED, marks=pytest.mark.slow)],
+    [
+        pytest.param("qwen3_5", FIXED_SEED, id="qwen3_5"),
+        pytest.param("gemma3", SEED, id="gemma3", marks=pytest.mark.slow),
+    ],
 )
 def test_a_sound_model_agrees_and_a_broken_one_does_not(
     name: str, seed: int, tmp_path: Path
