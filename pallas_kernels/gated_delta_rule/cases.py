@@ -35,6 +35,6 @@ CASES = (
     Case("tiny_per_channel", 2, 4, 16, 8, per_channel=True),
     Case("qwen35_9b", 16, 32, 128, 128, dtype="bfloat16", atol=_BF16_ATOL),
     Case("qwen3_next_80b", 16, 32, 128, 128),
-    Case("kimi_linear_48b", 32, 32, 128, 128, per_channel=True),
+    Case("kimi_linear_48b", 32, 32, 128, 128, dtype="bfloat16", atol=_BF16_ATOL, per_channel=True),
     Case("olmo_hybrid_7b", 30, 30, 96, 192, max_beta=2.0),
 )

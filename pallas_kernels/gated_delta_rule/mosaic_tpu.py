@@ -60,8 +60,6 @@ def refuses(facts: Facts) -> str | None:
     if reason is not None:
         return reason
     q, state = facts.values["q"], facts.values["state"]
-    if len(facts.values["g"].shape) == 3:
-        return "has one decay per head, not one per key channel"
     if state.dtype != "float32":
         return f"keeps states in float32, not in {state.dtype}"
     dk, dv = state.shape[2:]

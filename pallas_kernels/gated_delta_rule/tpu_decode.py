@@ -52,6 +52,9 @@ def decode(
     dk = q.shape[2]
     blocks = v_heads // heads
     k_heads = max(1, q.shape[1] // blocks)
+    per_channel = g.ndim == 3
+    operands = [q, k, v, g] if per_channel else [q, k, v]
+    columns = 2 * k_heads + heads * per_channel
     size = min(rows, ROWS)
 
     def part(x: jax.Array) -> pl.BlockSpec:
@@ -61,6 +64,7 @@ def decode(
     def slot(which: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, dk, dv), lambda j, i, *scalars: (scalars[which][i], j, 0, 0))
 
+    gates = gates_by_block([beta] if per_channel else [beta, g], heads)
     kernel = functools.partial(_kernel, k_heads=k_heads, scale=scale, l2norm=l2norm)
     out, state = pl.pallas_call(
         kernel,
@@ -73,42 +77,43 @@ def decode(
             num_scalar_prefetch=4,
             grid=(blocks, rows),
             in_specs=[
-                *(part(x) for x in (q, k, v)),
-                pl.BlockSpec((1, size, 2 * heads), lambda j, i, *_: (j, i // size, 0)),
+                *(part(x) for x in operands),
+                pl.BlockSpec((1, size, gates.shape[2]), lambda j, i, *_: (j, i // size, 0)),
                 slot(0),
             ],
             out_specs=(part(v), slot(1)),
             scratch_shapes=[
-                pltpu.VMEM((size, -(-2 * k_heads // 8) * 8, dk), F32),
+                pltpu.VMEM((size, -(-columns // 8) * 8, dk), F32),
                 pltpu.VMEM((size, heads, dv), F32),
                 pltpu.VMEM((size, heads, dv), F32),
             ],
         ),
-        input_output_aliases={8: 1},
+        input_output_aliases={len(operands) + 5: 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit
         ),
         interpret=interpret,
     )(
         *decode_schedule(ragged, slots),
-        *(x.reshape(rows, -1) for x in (q, k, v)),
-        gates_by_block([g, beta], heads),
+        *(x.reshape(rows, -1) for x in operands),
+        gates,
         state,
     )
     return out.reshape(v.shape), state
 
 
 def _kernel(
-    source, target, fresh, count, q, k, v, gates, before, out, after, qk_rows, v_rows, out_rows,
-    *, k_heads: int, scale: float, l2norm: bool,
-) -> None:  # fmt: skip
+    source, target, fresh, count, q, k, v, *refs, k_heads: int, scale: float, l2norm: bool
+) -> None:
     """One row, for one block of heads.
 
     SMEM: source, target, fresh i32[S], count i32[1]. VMEM: q, k [R, Hk' dk]; v, out [R, Hv' dv];
-    gates [1, R, 2 Hv']; before, after [1, Hv', dk, dv]; float32 scratch qk_rows [R, 2 Hk', dk],
-    v_rows and out_rows [R, Hv', dv].
+    log decays [R, Hv' dk], if they are per channel; gates [1, R, n Hv'], beta and, if they are not,
+    the log decays; before, after [1, Hv', dk, dv]; float32 scratch column_rows [R, n, dk], v_rows
+    and out_rows [R, Hv', dv].
     """
     del source, target  # used by the index maps
+    *log_decay, gates, before, out, after, column_rows, v_rows, out_rows = refs
     _, heads, dk, dv = before.shape
     size, group = q.shape[0], heads // k_heads
     i = pl.program_id(1)
@@ -124,17 +129,21 @@ def _kernel(
                 qh, kh = (
                     x * lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + 1e-6) for x in (qh, kh)
                 )
-            qk_rows[:, h, :] = qh * scale
-            qk_rows[:, k_heads + h, :] = kh
+            column_rows[:, h, :] = qh * scale
+            column_rows[:, k_heads + h, :] = kh
         for h in range(heads):
+            if log_decay:
+                decay = jnp.exp(log_decay[0][:, h * dk : (h + 1) * dk])
+                column_rows[:, 2 * k_heads + h, :] = decay
             v_rows[:, h, :] = v[:, h * dv : (h + 1) * dv].astype(F32)
         out_rows[...] = jnp.zeros_like(out_rows)
 
     @pl.when(i < count[0])
     def _row() -> None:
-        columns = qk_rows[r].T
+        columns = column_rows[r].T
         gate = gates[0, pl.ds(r, 1), :]
-        decay, beta = jnp.exp(gate[:, :heads]), gate[:, heads:]
+        beta = gate[:, :heads]
+        decay = columns[:, 2 * k_heads :] if log_decay else jnp.exp(gate[:, heads:])
         from_zeros = fresh[i] == 1
         for h in range(heads):
             at = h // group

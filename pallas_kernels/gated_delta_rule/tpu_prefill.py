@@ -15,6 +15,7 @@ from jax import lax
 
 from pallas_kernels import tpu_rows
 from pallas_kernels.ragged import RaggedBatch
+from pallas_kernels.tpu_decay import ChannelDecay
 from pallas_kernels.tpu_rows import CHUNK, F32, Decay, gates_by_block, products
 
 Tokens = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -49,10 +50,11 @@ def prefill(
     q, k, v, g, beta = tokens
     k_heads = max(1, q.shape[1] * heads // v.shape[1])
     body = functools.partial(_segment, k_heads=k_heads, scale=scale, l2norm=l2norm)
+    per_channel = g.ndim == 3
     return tpu_rows.prefill(
         body,
-        [q, k, v],
-        gates_by_block([g, beta], heads),
+        [g, q, k, v] if per_channel else [q, k, v],
+        gates_by_block([beta] if per_channel else [beta, g], heads),
         state,
         (heads, *state.shape[2:]),
         ragged,
@@ -64,8 +66,12 @@ def prefill(
     )
 
 
-def _segment(part, q, k, v, gates, out, state, *, k_heads: int, scale: float, l2norm: bool) -> None:
-    """Chunked gated delta rule in WY form over the tokens `part` = (begin, end) of a chunk."""
+def _segment(part, *refs, k_heads: int, scale: float, l2norm: bool) -> None:
+    """Chunked gated delta rule in WY form over the tokens `part` = (begin, end) of a chunk.
+
+    `refs`: log decays, if they are per channel, q, k, v, gates, out and state.
+    """
+    *log_decay, q, k, v, gates, out, state = refs
     _, heads, dk, dv = state.shape
     group = heads // k_heads
     H, K = range(heads), range(k_heads)
@@ -80,10 +86,7 @@ def _segment(part, q, k, v, gates, out, state, *, k_heads: int, scale: float, l2
         return jnp.where(inside, ref[:, h * size : (h + 1) * size].astype(F32), 0.0)
 
     gate = jnp.where(inside, gates[0], 0.0)
-    beta = [gate[:, heads + h : heads + h + 1] for h in H]
-    growth, ratio, rest, whole = Decay.of(gate[:, :heads])
-    growth, rest, whole = ([x[:, h : h + 1] for h in H] for x in (growth, rest, whole))
-
+    beta = [gate[:, h : h + 1] for h in H]
     keys, queries = ([load(ref, j, dk) for j in K] for ref in (k, q))
     if l2norm:
         keys, queries = (
@@ -91,9 +94,21 @@ def _segment(part, q, k, v, gates, out, state, *, k_heads: int, scale: float, l2
             for xs in (keys, queries)
         )
     queries = [x * scale for x in queries]
-    pairs = [jnp.concatenate([keys[j], queries[j]], axis=0) for j in K]
-    scores = [dot(pairs[j], keys[j], transpose_rhs=True) for j in K]  # [2C, C]
-    below = [jnp.where(strict, scores[h // group][:CHUNK] * ratio[h] * beta[h], 0.0) for h in H]
+    if log_decay:
+        decays = [
+            ChannelDecay.of([keys[j], queries[j]], keys[j], load(log_decay[0], h, dk), dot)
+            for h, j in zip(H, (h // group for h in H), strict=True)
+        ]
+        growth, rest = [x.growth for x in decays], [x.rest for x in decays]
+        whole = [jnp.broadcast_to(x.whole, (8, dk)).T[:, :1] for x in decays]
+        scores = [x.scores for x in decays]
+    else:
+        growth, ratio, rest, whole = Decay.of(gate[:, heads:])
+        growth, rest, whole = ([x[:, h : h + 1] for h in H] for x in (growth, rest, whole))
+        pairs = [jnp.concatenate([keys[j], queries[j]], axis=0) for j in K]
+        shared = [dot(pairs[j], keys[j], transpose_rhs=True) for j in K]  # [2C, C]
+        scores = [[x * ratio[h] for x in jnp.split(shared[h // group], 2)] for h in H]
+    below = [jnp.where(strict, scores[h][0] * beta[h], 0.0) for h in H]
     inverse = _unit_lower_inverse(below, row, column, dot)
 
     values = [load(v, h, dv) * beta[h] for h in H]
@@ -103,7 +118,7 @@ def _segment(part, q, k, v, gates, out, state, *, k_heads: int, scale: float, l2
     pairs = [jnp.concatenate([solved[h][:, dv:], grown[h]], axis=0) for h in H]
     from_state = [dot(pairs[h], state[0, h]) for h in H]  # [2C, dv]
     delta = [solved[h][:, :dv] - from_state[h][:CHUNK] for h in H]
-    from_chunk = [dot(scores[h // group][CHUNK:] * ratio[h], delta[h]) for h in H]
+    from_chunk = [dot(scores[h][1], delta[h]) for h in H]
     added = [dot(keys[h // group] * rest[h], delta[h], transpose_lhs=True) for h in H]
     for h in H:
         lanes = slice(h * dv, (h + 1) * dv)

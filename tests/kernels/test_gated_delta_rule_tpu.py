@@ -1,6 +1,7 @@
 """The TPU kernels of gated_delta_rule, interpreted on CPU, against the float64 oracle."""
 
 import functools
+from dataclasses import replace
 from typing import Literal
 
 import jax
@@ -20,14 +21,16 @@ from tests.helpers.tpu import RACE, device_memory
 from tests.kernels.test_gated_delta_rule import draw, nearly_equal_keys
 
 CASE = {case.name: case for case in CASES}
-TAKEN = [case for case in CASES if not case.per_channel]
-SMALL = [case for case in TAKEN if case.name.startswith("tiny")]
-LARGE = [case for case in TAKEN if not case.name.startswith("tiny")]
+SMALL = [case for case in CASES if case.name.startswith("tiny")]
+LARGE = [case for case in CASES if not case.name.startswith("tiny")]
 GROUPED = Case("grouped", 2, 4, 128, 128)
 Q, STATE = ArrayFacts((1, 2, 128), "float32"), ArrayFacts((1, 4, 128, 128), "float32")
 GROUPED_BF16 = Case("grouped_bf16", 1, 3, 128, 128, dtype="bfloat16", atol=4e-3)
+CHANNELS = Case("channels", 1, 2, 128, 128, per_channel=True)
+CHANNELS_BF16 = replace(CHANNELS, name="channels_bf16", dtype="bfloat16", atol=4e-3)
 # Every shape compiles anew, which takes seconds.
-BREADTH = [GROUPED_BF16, *(pytest.param(x, marks=pytest.mark.slow) for x in (GROUPED, *SMALL))]
+SLOW = (GROUPED, CHANNELS, CHANNELS_BF16, *SMALL)
+BREADTH = [GROUPED_BF16, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
 TWO_CORES = ("tpu", "TPU v5")  # splits the heads into two blocks
 
 DECODE = {
@@ -38,16 +41,15 @@ DECODE = {
     "padding": Rows(pad_rows=3),
     "three_blocks_of_rows": Rows(decode=tuple(n % 3 for n in range(35)), pad_rows=5),
 }
+# In one bucket below a chunk and one of several chunks, since every bucket compiles anew.
 PREFILL = {
-    "one_token_prompts": Rows(prefill=((0, 1), (0, 1), (4, 1)), pad_rows=1),
-    "chunk_and_neighbours": Rows(prefill=((0, 127), (3, 128), (0, 129)), pad_tokens=5),
-    "three_chunks": Rows(prefill=((64, 300), (0, 2)), pad_rows=1, pad_tokens=90),
-    "mixed": Rows(
-        decode=(3, 0, 7), prefill=((0, 63), (2, 64), (0, 65), (9, 1)), pad_rows=2, pad_tokens=70
-    ),
-    "fresh_between": Rows(decode=(0,), prefill=((5, 9), (0, 9), (5, 9), (0, 9))),
-    "decode_in_a_mixed_bucket": Rows(decode=(3, 0), pad_rows=2, pad_tokens=200),
-    "padding_mixed": Rows(pad_rows=3, pad_tokens=8),
+    "one_token_prompts": Rows(prefill=((0, 1), (0, 1), (4, 1))).padded(6, 40),
+    "fresh_between": Rows(decode=(0,), prefill=((5, 9), (0, 9), (5, 9), (0, 9))).padded(6, 40),
+    "padding_mixed": Rows().padded(6, 40),
+    "chunk_and_neighbours": Rows(prefill=((0, 127), (3, 128), (0, 129))).padded(9, 390),
+    "three_chunks": Rows(prefill=((64, 300), (0, 2))).padded(9, 390),
+    "mixed": Rows(decode=(3, 0, 7), prefill=((0, 63), (2, 64), (0, 65), (9, 1))).padded(9, 390),
+    "decode_in_a_mixed_bucket": Rows(decode=(3, 0)).padded(9, 390),
 }
 
 
@@ -70,10 +72,11 @@ def check(
     *,
     target: tuple[str, str] | None = None,
     shared: bool = False,
+    tokens: slots.Tokens | None = None,
 ) -> None:
     rounds = case.dtype == "bfloat16" and rows.prefill
     state_atol = MXU_STATE_ATOL if rounds else case.state_atol
-    tokens, call = draw(case, rows.num_tokens), _jitted(interpret, target)
+    tokens, call = tokens or draw(case, rows.num_tokens), _jitted(interpret, target)
     slots.check(call, tokens, rows, atol=case.atol, state_atol=state_atol, shared=shared)
 
 
@@ -104,6 +107,21 @@ def test_decode_rows_may_read_one_slot() -> None:
     check(GROUPED, Rows(decode=(5, 0, 5), pad_rows=1), shared=True)
 
 
+def test_decays_per_channel() -> None:
+    check(CHANNELS_BF16, Rows(decode=(5, 0), prefill=((3, 129), (0, 2)), pad_rows=1, pad_tokens=9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [CHANNELS, CHANNELS_BF16], ids=lambda case: case.name)
+def test_any_decay_per_channel(case: Case) -> None:
+    """From one token to the next nothing, or everything, is left: e^1500 is no float32."""
+    rows = Rows(prefill=((0, 127), (3, 130)))
+    tokens = draw(case, rows.num_tokens, 5)
+    drawn = np.random.default_rng(6).uniform(size=tokens.arrays["g"].shape)
+    g = np.where(drawn < 0.3, -100.0, np.where(drawn < 0.6, 0.0, tokens.arrays["g"]))
+    check(case, rows, tokens=replace(tokens, arrays={**tokens.arrays, "g": g}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", PREFILL)
 @pytest.mark.parametrize("case", BREADTH, ids=lambda case: case.name)
@@ -129,6 +147,7 @@ def test_prefill_rows_may_read_one_slot() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "max_beta", "bound"),
     [
@@ -140,15 +159,15 @@ def test_prefill_rows_may_read_one_slot() -> None:
         ("bfloat16", 2.0, 0.3),
     ],
 )
-def test_nearly_equal_keys(dtype: str, max_beta: float, bound: float) -> None:
-    case = Case("correlated", 2, 4, 128, 128, max_beta, dtype)
+def test_nearly_equal_keys(dtype: str, max_beta: float, bound: float, per_channel: bool) -> None:
+    case = Case("correlated", 1, 2, 128, 128, max_beta, dtype, per_channel=per_channel)
     rows, tokens = Rows(prefill=((0, 200),)), nearly_equal_keys(case, 200)
     arrays = tokens.on_device()
     exact = {name: np.asarray(x, float) for name, x in arrays.items()}
-    expected = tokens.oracle(**exact, state=np.zeros((4, 128, 128)))
+    expected = tokens.oracle(**exact, state=np.zeros((2, 128, 128)))
     out, state = _jitted(True, None)(
         **arrays,
-        state=jnp.full((2, 4, 128, 128), jnp.nan),
+        state=jnp.full((2, 2, 128, 128), jnp.nan),
         ragged=rows.ragged(),
         read_slots=jnp.asarray([1], jnp.int32),
         write_slots=jnp.asarray([1], jnp.int32),
@@ -186,13 +205,13 @@ def facts(case: Case, kind: str = "TPU v6 lite", **changes) -> Facts:
 def test_refusals_have_reasons() -> None:
     case = CASE["qwen35_9b"]
     for kind in CHIPS:
-        assert mosaic_tpu.refuses(facts(case, kind)) is None
+        for taken in (case, CASE["kimi_linear_48b"]):
+            assert mosaic_tpu.refuses(facts(taken, kind, decode_only=False)) is None
     half = jax.ShapeDtypeStruct((8, 16, 128), jnp.dtype("float16"))
     large = Case("large", 1, 1, 1024, 1024)
     for refused, reason in (
         (facts(case, "TPU v3"), "knows no 'TPU v3'"),
         (facts(case, q=half), "not bfloat16, float16"),
-        (facts(CASE["kimi_linear_48b"]), "one decay per head"),
         (facts(SMALL[0]), "multiples of 128, not 8 and 12"),
         (facts(large, "TPU v4"), "TPU v4's VMEM is too small"),
     ):

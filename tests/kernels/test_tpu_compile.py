@@ -67,8 +67,9 @@ def gated_delta(case: Case, decode_only: bool):
 @pytest.mark.parametrize("chip", EVERY_CHIP)
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("qwen35_9b", 1), ("qwen35_9b", 20), ("qwen35_9b", 256), ("qwen3_next_80b", 64)],
-)
+    [("qwen35_9b", 1), ("qwen35_9b", 20), ("qwen35_9b", 256), ("qwen3_next_80b", 64),
+     ("kimi_linear_48b", 20)],
+)  # fmt: skip
 def test_gated_delta_rule_decode(name: str, rows: int, chip: str) -> None:
     case = GATED_DELTA[name]
     arguments = gated_delta_arguments(case, rows, rows)
@@ -78,7 +79,8 @@ def test_gated_delta_rule_decode(name: str, rows: int, chip: str) -> None:
 
 @pytest.mark.parametrize("chip", EVERY_CHIP)
 @pytest.mark.parametrize(
-    ("name", "tokens", "rows"), [("qwen35_9b", 300, 20), ("qwen3_next_80b", 64, 8)]
+    ("name", "tokens", "rows"),
+    [("qwen35_9b", 300, 20), ("qwen3_next_80b", 64, 8), ("kimi_linear_48b", 300, 20)],
 )
 def test_gated_delta_rule_mixed(name: str, tokens: int, rows: int, chip: str) -> None:
     case = GATED_DELTA[name]
@@ -133,15 +135,17 @@ def test_gla_mixed(name: str, chip: str) -> None:
 @pytest.mark.parametrize("chip", EVERY_CHIP)
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("qwen35_9b", 1), ("qwen35_9b", 20), ("qwen35_9b", 256), ("qwen3_next_80b", 64)],
-)
+    [("qwen35_9b", 1), ("qwen35_9b", 20), ("qwen35_9b", 256), ("qwen3_next_80b", 64),
+     ("kimi_linear_48b", 20)],
+)  # fmt: skip
 def test_gated_delta_net_decode(name: str, rows: int, chip: str) -> None:
     case, slots = NETS[name], 2 * rows + 1
-    gate = shape(case.dtype, rows, case.num_v_heads)
+    heads = shape("float32", case.num_v_heads)
+    decays = shape("float32", *heads.shape, *[case.k_dim] * case.per_channel)
+    a, b = (shape(case.dtype, rows, *x.shape) for x in (decays, heads))
     conv = shape(case.dtype, *state_shape(slots, case.width - 1, case.channels))
     recurrent = shape("float32", slots, case.num_v_heads, case.k_dim, case.v_dim)
-    per_head = shape("float32", case.num_v_heads)
-    weights = shape(case.dtype, case.channels, case.width), None, per_head, per_head
+    weights = shape(case.dtype, case.channels, case.width), None, heads, decays
     batch = [shape("int32", n) for n in (rows + 1, rows, 2, rows, rows)]
 
     def run(conv, recurrent, qkv, a, b, weights, starts, lens, counts, read, write):
@@ -153,8 +157,11 @@ def test_gated_delta_net_decode(name: str, rows: int, chip: str) -> None:
         return out.reshape(rows, -1), *states
 
     qkv = shape(case.dtype, rows, case.channels)
-    arguments = (conv, recurrent, qkv, gate, gate, weights, *batch)
+    arguments = (conv, recurrent, qkv, a, b, weights, *batch)
     compiled = compile_for(chip, run, arguments, donate=(0, 1))
+    if case.per_channel:  # separate ops
+        check_in_place(compiled, recurrent, kernels=("gated_delta_decode",))
+        return
     check_in_place(compiled, recurrent, kernels=("gated_delta_net_decode",))
     assert {opcode for opcode, dims in results(compiled) if dims == conv.shape} <= FREE
 
