@@ -3,20 +3,24 @@
 A query and an earlier key are parted by a pair of neighbouring blocks of 1, 2, 4, … tokens: the
 query lies in the right one, the key in the left one. The query decays since the edge between them,
 the key until it. So every width is one matrix product for all its pairs of blocks, and no exponent
-is positive, however strong a decay is.
+is positive, however strong a decay is. The narrow ones share one product through the edge between
+the widest of them: there a query grows until it is on its own side, and a decay of one token is
+bounded so that this remains a number.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tpu_rows import CHUNK
+from pallas_kernels import tpu_rows
+from pallas_kernels.tpu_rows import CHUNK, F32
 
 SUBLANES = 8  # tokens in a vector
+LARGEST = 76.0  # e^76 times a key is a number in float32, and in bfloat16
 
 
 class ChannelDecay(NamedTuple):
@@ -29,12 +33,14 @@ class ChannelDecay(NamedTuple):
 
     @classmethod
     def of(
-        cls, left: Sequence[jax.Array], keys: jax.Array, g: jax.Array, dot: Callable[..., jax.Array]
+        cls, left: Sequence[jax.Array], keys: jax.Array, g: jax.Array, dtype: Any
     ) -> "ChannelDecay":
-        """From log decays g, left operands and keys, f32[C, dk] each; `dot` is of `products`.
+        """From left operands, keys and log decays g, f32[C, dk] each; products round to `dtype`.
 
         scores_ij = sum_d left_i[d] keys_j[d] e^(g_(j+1)[d] + ... + g_i[d]) for j <= i.
         """
+        dot = tpu_rows.products(dtype)
+        shared = SUBLANES // 2 if dtype == F32 else SUBLANES
 
         def tiled(x: jax.Array) -> jax.Array:
             return x.reshape(CHUNK // SUBLANES, SUBLANES, -1)
@@ -44,22 +50,32 @@ class ChannelDecay(NamedTuple):
             new = dot(jnp.concatenate(rows), keys.reshape(CHUNK, -1), transpose_rhs=True)
             return [x.reshape(-1, SUBLANES, CHUNK) for x in jnp.split(new, len(rows))]
 
-        left, keys, g = [tiled(x) for x in left], tiled(keys), tiled(g)
+        left, keys = [tiled(x) for x in left], tiled(keys)
         row = lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 0)
         column = lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1)
-        apart = tiled(row ^ column)  # its highest bit is the width of the blocks that part them
-        scores = [jnp.where(apart == 0, x, 0.0) for x in products(left, keys)]
+        lower, apart = tiled(row >= column), tiled(row ^ column)
+        scores = []
         # Sums of g within a token's block: until the token itself, and after it.
-        until, after = g, jnp.zeros_like(g)
+        until = tiled(jnp.maximum(g, -LARGEST / shared))
+        after = jnp.zeros_like(until)
         for bit in range(CHUNK.bit_length() - 1):
-            pairs = (_PairsOfVectors if 1 << bit >= SUBLANES else _PairsInVectors)(1 << bit)
-            weight = jnp.exp(pairs.join(pairs.left(after), pairs.right(until)))
-            new = products([pairs.right(x * weight) for x in left], keys * weight)
-            here = pairs.right(apart) >> bit == 1
-            scores = [
-                pairs.join(pairs.left(x), jnp.where(here, y.reshape(here.shape), pairs.right(x)))
-                for x, y in zip(scores, new, strict=True)
-            ]
+            width = 1 << bit
+            pairs = (_PairsOfVectors if width >= SUBLANES else _PairsInVectors)(width)
+            if width == shared:
+                since = pairs.join(-pairs.left(after), pairs.right(until))
+                weight = jnp.exp(since)
+                new = products([x * weight for x in left], keys * jnp.exp(-since))
+                scores = [jnp.where(lower & (apart < 2 * width), x, 0.0) for x in new]
+            elif width > shared:
+                weight = jnp.exp(pairs.join(pairs.left(after), pairs.right(until)))
+                new = products([pairs.right(x * weight) for x in left], keys * weight)
+                here = pairs.right(apart) >> bit == 1  # the highest bit is the width
+                scores = [
+                    pairs.join(
+                        pairs.left(x), jnp.where(here, y.reshape(here.shape), pairs.right(x))
+                    )
+                    for x, y in zip(scores, new, strict=True)
+                ]
             before, behind = pairs.neighbours(until + after)
             until, after = (
                 pairs.join(pairs.left(until), pairs.right(until) + before),

@@ -96,7 +96,7 @@ def _segment(part, *refs, k_heads: int, scale: float, l2norm: bool) -> None:
     queries = [x * scale for x in queries]
     if log_decay:
         decays = [
-            ChannelDecay.of([keys[j], queries[j]], keys[j], load(log_decay[0], h, dk), dot)
+            ChannelDecay.of([keys[j], queries[j]], keys[j], load(log_decay[0], h, dk), q.dtype)
             for h, j in zip(H, (h // group for h in H), strict=True)
         ]
         growth, rest = [x.growth for x in decays], [x.rest for x in decays]
@@ -111,13 +111,13 @@ def _segment(part, *refs, k_heads: int, scale: float, l2norm: bool) -> None:
     below = [jnp.where(strict, scores[h][0] * beta[h], 0.0) for h in H]
     inverse = _unit_lower_inverse(below, row, column, dot)
 
-    values = [load(v, h, dv) * beta[h] for h in H]
-    written = [keys[h // group] * (beta[h] * growth[h]) for h in H]
-    solved = [dot(inverse[h], jnp.concatenate([values[h], written[h]], axis=1)) for h in H]
-    grown = [queries[h // group] * growth[h] for h in H]
-    pairs = [jnp.concatenate([solved[h][:, dv:], grown[h]], axis=0) for h in H]
+    pairs = [
+        jnp.concatenate([keys[h // group] * growth[h], queries[h // group] * growth[h]], axis=0)
+        for h in H
+    ]
     from_state = [dot(pairs[h], state[0, h]) for h in H]  # [2C, dv]
-    delta = [solved[h][:, :dv] - from_state[h][:CHUNK] for h in H]
+    missing = [(load(v, h, dv) - from_state[h][:CHUNK]) * beta[h] for h in H]
+    delta = [dot(inverse[h], missing[h]) for h in H]
     from_chunk = [dot(scores[h][1], delta[h]) for h in H]
     added = [dot(keys[h // group] * rest[h], delta[h], transpose_lhs=True) for h in H]
     for h in H:

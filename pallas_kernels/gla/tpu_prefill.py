@@ -80,7 +80,8 @@ def _segment(part, q, k, *refs, k_heads: int, scale: float, per_channel: bool) -
     values = [load(v, h, dv) for h in H]
     if per_channel:
         decays = [
-            ChannelDecay.of([queries[h // group]], keys[h // group], load(g, h, dk), dot) for h in H
+            ChannelDecay.of([queries[h // group]], keys[h // group], load(g, h, dk), q.dtype)
+            for h in H
         ]
         growth, rest = [x.growth for x in decays], [x.rest for x in decays]
         whole = [jnp.broadcast_to(x.whole, (8, dk)).T[:, :1] for x in decays]
