@@ -179,9 +179,12 @@ def test_nearly_equal_keys(dtype: str, max_beta: float, bound: float, per_channe
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 @pytest.mark.parametrize("batch", ["mixed_ages", "padding", "fresh_between", "padding_mixed"])
+@pytest.mark.parametrize(
+    "case", [GROUPED, pytest.param(CHANNELS, marks=pytest.mark.slow)], ids=lambda case: case.name
+)
 @pytest.mark.timeout(300)
-def test_transfers(mode: Literal["on_wait", "eager"], batch: str, capfd) -> None:
-    check(GROUPED, (DECODE | PREFILL)[batch], device_memory(mode), target=TWO_CORES)
+def test_transfers(mode: Literal["on_wait", "eager"], batch: str, case: Case, capfd) -> None:
+    check(case, (DECODE | PREFILL)[batch], device_memory(mode), target=TWO_CORES)
     assert RACE not in capfd.readouterr().out
 
 
