@@ -29,6 +29,7 @@ FIRST = 2  # the row begins
 FRESH = 4  # and from zeros
 OPENS = 8  # the chunk of tokens begins
 NOTHING = 16  # the batch has no prefill rows
+LAST = 32  # the row ends
 
 
 def decode_schedule(
@@ -233,6 +234,7 @@ class Segments(NamedTuple):
             + jnp.where(has_state, 0, FRESH)
             + jnp.where(opens, OPENS, 0)
             + jnp.where(nothing, NOTHING, 0)
+            + jnp.where(end == starts[row + 1], LAST, 0)
         )
         index = jnp.arange(begin.shape[0], dtype=jnp.int32)
         reader = lax.cummax(jnp.where(valid & has_state, index, -1))

@@ -12,6 +12,7 @@ from pallas_kernels.ragged import RaggedBatch
 
 OP = "causal_conv1d"
 registry.register(OP, registry.REFERENCE, reference.causal_conv1d, registry.never)
+registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:causal_conv1d")
 registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:causal_conv1d")
 LANES = 128  # of a TPU's vector registers
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import RaggedBatch, gated_delta_net, gated_delta_rule
-from pallas_kernels.causal_conv1d import state_shape
+from pallas_kernels.causal_conv1d import causal_conv1d, state_shape
+from pallas_kernels.causal_conv1d.cases import CASES as CONVOLUTION_CASES
 from pallas_kernels.gated_delta_net.cases import CASES as NET_CASES
 from pallas_kernels.gated_delta_rule.cases import CASES, Case
 from pallas_kernels.gla import gla
@@ -25,6 +26,7 @@ from pallas_kernels.ssd.cases import Case as SsdCase
 from tests.helpers.tpu import EVERY_CHIP, FREE, check_in_place, compile_for, needs_libtpu, results
 
 pytestmark = needs_libtpu
+CONVOLUTION = {case.name: case for case in CONVOLUTION_CASES}
 GATED_DELTA = {case.name: case for case in CASES}
 GLA = {case.name: case for case in GLA_CASES}
 NETS = {case.name: case for case in NET_CASES}
@@ -207,6 +209,32 @@ def test_ssd_mixed(name: str, chip: str) -> None:
     arguments = ssd_arguments(SSD[name], 300, 20)
     compiled = compile_for(chip, run_ssd(SSD[name], False), arguments, donate=(7,))
     check_in_place(compiled, arguments[7], kernels=("ssd_decode", "ssd_prefill"))
+
+
+@pytest.mark.parametrize("chip", EVERY_CHIP)
+@pytest.mark.parametrize(
+    ("name", "tokens", "rows"), [("qwen35_9b", 64, 64), ("lfm2_1b", 1, 1), ("qwen35_9b", 300, 20)]
+)
+def test_causal_conv1d(name: str, tokens: int, rows: int, chip: str) -> None:
+    case, mixed = CONVOLUTION[name], tokens > rows
+    x, weight, pool = (
+        shape(case.dtype, *dims)
+        for dims in (
+            (tokens, case.channels),
+            (case.channels, case.width),
+            state_shape(1000, case.width - 1, case.channels),
+        )
+    )
+
+    def run(x, weight, state, starts, lens, counts, read, write):
+        ragged = RaggedBatch(starts, lens, counts, not mixed)
+        return causal_conv1d(
+            x, weight, None, state, ragged, read, write, activation=case.activation
+        )
+
+    compiled = compile_for(chip, run, (x, weight, pool, *batch_arguments(rows)), donate=(2,))
+    kernels = ("causal_conv1d_decode", *["causal_conv1d_prefill"] * mixed)
+    check_in_place(compiled, pool, kernels=kernels)
 
 
 MIXED = pytest.param(300, 256, marks=pytest.mark.slow)
