@@ -20,47 +20,49 @@ TOKENS = 32  # at a time
 
 
 def split_heads(
-    tokens: Any, queries: Any, layout: PrefillLayout, factor: float, length: jax.Array
-) -> None:
-    """[tile, K * R, H] times `factor` -> queries [K, tile * R, H]."""
-    step, groups = min(TOKENS, layout.tile), layout.groups
+    tokens: Any, queries: Any, part: jax.Array, length: jax.Array, layout: PrefillLayout,
+    factor: float,
+) -> None:  # fmt: skip
+    """Of a part, [tile, K * R, H] times `factor` -> queries [K, tile * R, H].
+
+    The tile has `length` tokens.
+    """
+    step, groups = min(TOKENS, layout.row_tokens), layout.groups
 
     def some(i: jax.Array, _: None) -> None:
-        x = tokens[pl.ds(i * step, step)].astype(F32) * factor
-        at = pl.ds(pl.multiple_of(i * step * groups, step * groups), step * groups)
+        first = part * layout.row_tokens + i * step
+        x = tokens[pl.ds(first, step)].astype(F32) * factor
+        at = pl.ds(pl.multiple_of(first * groups, step * groups), step * groups)
         width = max(groups, SUBLANES)
         for n in range(0, x.shape[1], width):
             parts = _exchange(_by_token(x[:, n : n + width], groups), groups)
-            for j, part in enumerate(parts):
-                rows = part.reshape(step * groups, x.shape[2])
+            for j, rows in enumerate(parts):
+                rows = rows.reshape(step * groups, x.shape[2])
                 queries[n // groups + j, at] = rows.astype(queries.dtype)
 
-    lax.fori_loop(0, divide(length + (step - 1), step), some, None)
+    count = layout.tokens_of(part, length)
+    lax.fori_loop(0, divide(count + (step - 1), step), some, None)
 
 
-def join_heads(sums: Any, total: Any, tokens: Any, layout: PrefillLayout, parts: jax.Array) -> None:
-    """sums [K, parts, H, rows], divided by the sums of weights -> tokens [tile, K * R, H]."""
+def join_heads(sums: Any, tokens: Any, part: jax.Array, layout: PrefillLayout) -> None:
+    """Of a part, sums [K, parts, H + 1, rows], the last those of weights -> [tile, K * R, H]."""
     groups, dim = layout.groups, tokens.shape[2]
     step = min(LANES, layout.rows)
     per_register, width = max(SUBLANES // groups, 1), max(groups, SUBLANES)  # of KV heads; rows
+    for at in range(0, layout.rows, step):
 
-    def some(part: jax.Array, _: None) -> None:
-        for at in range(0, layout.rows, step):
+        def averages(j: int, lanes: slice = slice(at, at + step)) -> jax.Array:
+            rows = sums[j, part, :dim, lanes] * (1.0 / sums[j, part, dim : dim + 1, lanes])
+            return rows.T.reshape(step // width, width, dim)
 
-            def averages(j: int, lanes: slice = slice(at, at + step)) -> jax.Array:
-                rows = sums[j, part, :, lanes] * (1.0 / total[j, part, :, lanes])
-                return rows.T.reshape(step // width, width, dim)
-
-            heads = []
-            for j in range(0, layout.kv_heads, per_register):
-                joined = _exchange([averages(j + n) for n in range(per_register)], groups)
-                joined = joined[0] if per_register == 1 else jnp.stack(joined, 1)
-                heads.append(joined.reshape(step // groups, -1, dim))
-            first = part * layout.row_tokens + at // groups
-            values = jnp.concatenate(heads, 1).astype(tokens.dtype)
-            tokens[pl.ds(first, step // groups)] = values
-
-    lax.fori_loop(0, parts, some, None)
+        heads = []
+        for j in range(0, layout.kv_heads, per_register):
+            joined = _exchange([averages(j + n) for n in range(per_register)], groups)
+            joined = joined[0] if per_register == 1 else jnp.stack(joined, 1)
+            heads.append(joined.reshape(step // groups, -1, dim))
+        first = part * layout.row_tokens + at // groups
+        values = jnp.concatenate(heads, 1).astype(tokens.dtype)
+        tokens[pl.ds(first, step // groups)] = values
 
 
 def _by_token(x: jax.Array, groups: int) -> list[jax.Array]:

@@ -8,12 +8,13 @@ of the next scores are independent of the softmax of these ones: the compiler ru
 
 Scores are [keys, rows]: the softmax goes along sublanes, its state is one number per lane, and the
 weights stay in the matrix unit while V^T [H, keys] streams through it. With H 128 this fills it; V
-that stays there, while weights stream, would fill its half.
+that stays there, while weights stream, would fill its half. Rows of ones below V^T sum the weights.
 
 Letters as in `tpu_decode`; R here: query heads per KV head, padded.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -60,15 +61,15 @@ class _Refs(NamedTuple):
     buffer: Any  # [SLOTS, B, W, L]
     words: Any  # [columns of a piece, L] of 32 bits
     keys: Any  # [K, block tokens, H]
-    values: Any  # [K, H, block tokens]
+    values: Any  # [K, H + rows of ones, block tokens]
     scores: Any  # f32[2, block tokens, rows]
+    change: Any  # f32[2, 2, 1, rows] highest score with these, and its factor on older weights
     highest: Any  # f32[K, parts, 1, rows] highest score so far
-    total: Any  # f32[K, parts, 1, rows] sums of weights
-    sums: Any  # f32[K, parts, H, rows] weighted sums of V
+    sums: Any  # f32[K, parts, H + rows of ones, rows] weighted sums of V, and those of weights
     cursor: Any  # i32[6], see ROW
     page_sems: Any
-    in_sem: Any
-    out_sem: Any
+    in_sems: Any  # of each part of a tile
+    out_sems: Any
 
 
 class _Tile(NamedTuple):
@@ -147,15 +148,15 @@ def _scratch(layout: PrefillLayout, dtype: Any) -> list[Any]:
         pltpu.VMEM((SLOTS, pages.block, pages.page_rows, pages.lanes), dtype),
         pltpu.VMEM((layout.piece * pages.page_rows // pages.packing, pages.lanes), word),
         pltpu.VMEM((heads, tokens, dim), dtype),
-        pltpu.VMEM((heads, dim, tokens), dtype),
+        pltpu.VMEM((heads, dim + layout.sum_rows, tokens), dtype),
         pltpu.VMEM((2, tokens, layout.rows), F32),
+        pltpu.VMEM((2, 2, 1, layout.rows), F32),
         state,
-        state,
-        pltpu.VMEM((heads, layout.parts, dim, layout.rows), F32),
+        pltpu.VMEM((heads, layout.parts, dim + layout.sum_rows, layout.rows), F32),
         pltpu.SMEM((6,), jnp.int32),
         pltpu.SemaphoreType.DMA((SLOTS,)),
-        pltpu.SemaphoreType.DMA,
-        pltpu.SemaphoreType.DMA,
+        pltpu.SemaphoreType.DMA((layout.parts,)),
+        pltpu.SemaphoreType.DMA((layout.parts,)),
     ]
 
 
@@ -166,14 +167,17 @@ def _prefill_kernel(*refs: Any, layout: PrefillLayout, options: Options) -> None
     ref.cursor[START] = ref.starts[begin]
     for i in (INDEX, COPIED, USED, LEAVING):
         ref.cursor[i] = 0
-    # What no copy has filled yet is multiplied by zero: it must be finite.
-    ref.buffer[...] = jnp.zeros(ref.buffer.shape, ref.buffer.dtype)
-    _fill_the_rest(ref, layout)
 
     @pl.when(begin < stop)
     def _() -> None:
-        _start_next_block(ref, layout, options)
-        _move_queries(ref, _tile_at(ref, layout, options, begin, ref.starts[begin]), True)
+        _start_queries(ref, layout, _tile_at(ref, layout, options, begin, ref.starts[begin]))
+
+    # What no copy has filled yet is multiplied by zero: it must be finite.
+    ref.buffer[...] = jnp.zeros(ref.buffer.shape, ref.buffer.dtype)
+    _start_next_block(ref, layout, options)
+    ref.values[...] = jnp.ones(ref.values.shape, ref.values.dtype)
+    _each(jnp.int32(layout.parts), lambda part: _clear_part(ref, layout, options, part))
+    _fill_the_rest(ref, layout)
 
     def do_row(row: jax.Array, _: None) -> None:
         def do_tile(i: jax.Array, _: None) -> None:
@@ -184,24 +188,31 @@ def _prefill_kernel(*refs: Any, layout: PrefillLayout, options: Options) -> None
         lax.fori_loop(0, divide(tokens + (layout.tile - 1), layout.tile), do_tile, None)
 
     lax.fori_loop(begin, stop, do_row, None)
-    _move_out(ref, jnp.int32(0), ref.cursor[LEAVING], start=False)
+    _each(jnp.int32(layout.parts), lambda part: _await_out(ref, layout, part))
+
+
+def _each(count: jax.Array, do: Callable[[jax.Array], None]) -> None:
+    lax.fori_loop(0, count, lambda i, _: do(i), None)
 
 
 def _fill_the_rest(ref: _Refs, layout: PrefillLayout) -> None:
     """The output of decode rows, and zeros for padding tokens."""
     num_tokens, zero = ref.out.shape[0], jnp.int32(0)
     for start in (True, False):
-        _copy_tokens(ref.decoded, ref.out, ref.out_sem, zero, zero, ref.counts[0], start)
+        _copy_tokens(ref.decoded, ref.out, ref.out_sems.at[0], zero, zero, ref.counts[0], start)
     used = ref.starts[ref.counts[1]]
-    ref.tokens_out[...] = jnp.zeros(ref.tokens_out.shape, ref.tokens_out.dtype)
 
-    def do_tile(i: jax.Array, _: None) -> None:
-        first = used + i * layout.tile
-        length = jnp.minimum(num_tokens - first, layout.tile)
+    @pl.when(used < num_tokens)
+    def _() -> None:
+        ref.tokens_out[...] = jnp.zeros(ref.tokens_out.shape, ref.tokens_out.dtype)
+
+    def do_part(i: jax.Array) -> None:
+        first = used + i * layout.row_tokens
+        length = jnp.minimum(num_tokens - first, layout.row_tokens)
         for start in (True, False):
-            _move_out(ref, first, length, start)
+            _copy_tokens(ref.tokens_out, ref.out, ref.out_sems.at[0], zero, first, length, start)
 
-    lax.fori_loop(0, divide(num_tokens - used + (layout.tile - 1), layout.tile), do_tile, None)
+    _each(divide(num_tokens - used + (layout.row_tokens - 1), layout.row_tokens), do_part)
 
 
 def _copy_tokens(
@@ -223,14 +234,30 @@ def _copy_tokens(
             copy.start() if start else copy.wait()
 
 
-def _move_queries(ref: _Refs, tile: _Tile, start: bool) -> None:
-    zero = jnp.int32(0)
-    _copy_tokens(ref.q, ref.tokens_in, ref.in_sem, tile.start, zero, tile.length, start)
+def _move_queries(
+    ref: _Refs, layout: PrefillLayout, tile: _Tile, part: jax.Array, start: bool
+) -> None:
+    at, length = part * layout.row_tokens, layout.tokens_of(part, tile.length)
+    sem = ref.in_sems.at[part]
+    _copy_tokens(ref.q, ref.tokens_in, sem, tile.start + at, at, length, start)
 
 
-def _move_out(ref: _Refs, first: jax.Array, length: jax.Array, start: bool) -> None:
-    zero = jnp.int32(0)
-    _copy_tokens(ref.tokens_out, ref.out, ref.out_sem, zero, first, length, start)
+def _start_queries(ref: _Refs, layout: PrefillLayout, tile: _Tile) -> None:
+    parts = layout.parts_of(tile.length)
+    _each(parts, lambda part: _move_queries(ref, layout, tile, part, start=True))
+
+
+def _start_out(ref: _Refs, layout: PrefillLayout, tile: _Tile, part: jax.Array) -> None:
+    at, length = part * layout.row_tokens, layout.tokens_of(part, tile.length)
+    _copy_tokens(
+        ref.tokens_out, ref.out, ref.out_sems.at[part], at, tile.start + at, length, start=True
+    )
+
+
+def _await_out(ref: _Refs, layout: PrefillLayout, part: jax.Array) -> None:
+    """Waits until a part of the last tile is out."""
+    zero, length = jnp.int32(0), layout.tokens_of(part, ref.cursor[LEAVING])
+    _copy_tokens(ref.tokens_out, ref.out, ref.out_sems.at[part], zero, zero, length, start=False)
 
 
 def _tile_at(
@@ -276,22 +303,28 @@ def _start_next_block(ref: _Refs, layout: PrefillLayout, options: Options) -> No
 
 
 def _do_tile(ref: _Refs, layout: PrefillLayout, options: Options, tile: _Tile) -> None:
-    _move_queries(ref, tile, start=False)
-    split_heads(ref.tokens_in, ref.queries, layout, _factor(options), tile.length)
+    parts = layout.parts_of(tile.length)
+
+    def begin(part: jax.Array) -> None:
+        _move_queries(ref, layout, tile, part, start=False)
+        split_heads(ref.tokens_in, ref.queries, part, tile.length, layout, _factor(options))
+
+    def end(part: jax.Array) -> None:
+        _await_out(ref, layout, part)
+        join_heads(ref.sums, ref.tokens_out, part, layout)
+        _clear_part(ref, layout, options, part)
+        _start_out(ref, layout, tile, part)
+
+    _each(parts, begin)
     next_row, next_start = _after(ref, tile)
 
     @pl.when(next_row < ref.counts[1])
     def _() -> None:
-        _move_queries(ref, _tile_at(ref, layout, options, next_row, next_start), True)
+        _start_queries(ref, layout, _tile_at(ref, layout, options, next_row, next_start))
 
-    parts = divide(tile.length + (layout.row_tokens - 1), layout.row_tokens)
-    _clear_state(ref, layout, options, parts)
-    lax.fori_loop(
-        0, tile.blocks, lambda i, _: _do_block(ref, layout, options, tile, parts, i), None
-    )
-    _move_out(ref, jnp.int32(0), ref.cursor[LEAVING], start=False)
-    join_heads(ref.sums, ref.total, ref.tokens_out, layout, parts)
-    _move_out(ref, tile.start, tile.length, start=True)
+    _each(tile.blocks, lambda i: _do_block(ref, layout, options, tile, parts, i))
+    _each(parts, end)
+    lax.fori_loop(parts, layout.parts, lambda part, _: _await_out(ref, layout, part), None)
     ref.cursor[LEAVING] = tile.length
 
 
@@ -302,17 +335,14 @@ def _factor(options: Options) -> float:
     return options.scale / options.softcap
 
 
-def _clear_state(ref: _Refs, layout: PrefillLayout, options: Options, parts: jax.Array) -> None:
+def _clear_part(ref: _Refs, layout: PrefillLayout, options: Options, part: jax.Array) -> None:
     """The softmax of no tokens; a sink is a score with V = 0."""
-
-    def clear(part: jax.Array, _: None) -> None:
-        for j in range(layout.kv_heads):
-            one = jnp.ones((1, layout.rows), F32)
-            ref.highest[j, part] = ref.sinks[j] if options.sinks else LOWEST * one
-            ref.total[j, part] = float(options.sinks) * one
-            ref.sums[j, part] = jnp.zeros(ref.sums.shape[2:], F32)
-
-    lax.fori_loop(0, parts, clear, None)
+    weight = jnp.full((layout.sum_rows, layout.rows), float(options.sinks), F32)
+    for j in range(layout.kv_heads):
+        lowest = jnp.full((1, layout.rows), LOWEST, F32)
+        ref.highest[j, part] = ref.sinks[j] if options.sinks else lowest
+        ref.sums[j, part, : layout.pages.dim] = jnp.zeros((layout.pages.dim, layout.rows), F32)
+        ref.sums[j, part, layout.pages.dim :] = weight
 
 
 def _do_block(
@@ -365,32 +395,27 @@ def _attend(
     ref: _Refs, layout: PrefillLayout, options: Options, low: jax.Array, high: jax.Array,
     offset: jax.Array, num_keys: int, masked: bool,
 ) -> None:  # fmt: skip
-    """Parts [low, high) of the tile and all heads, two at a time, with the first keys of the block.
+    """Parts [low, high) of the tile and all heads with the first keys of the block.
 
-    While the scores of one are in the softmax, those of the next are computed.
+    While the weights of one product are computed, so are the scores of the next.
     """
-    rows, heads = layout.rows, layout.kv_heads
-    pairs = divide((high - low) * heads, 2)
+    rows, heads, unroll = layout.rows, layout.kv_heads, layout.unroll
+    turns = divide((high - low) * heads, unroll)
 
-    def locate(i: jax.Array, half: int) -> tuple[jax.Array, Any]:
-        """Head and rows of one of pair i."""
-        if heads % 2:
-            part, head = low + 2 * divide(i, heads) + half, modulo(i, heads)
-        else:
-            part, head = low + divide(i, heads // 2), 2 * modulo(i, heads // 2) + half
-        return head, part
+    def locate(i: jax.Array, n: int) -> tuple[jax.Array, Any]:
+        """Head and rows of product n of turn i."""
+        if layout.pair_parts == 2:
+            return modulo(i, heads), low + 2 * divide(i, heads) + n
+        per_part = heads // unroll
+        return unroll * modulo(i, per_part) + n, low + divide(i, per_part)
 
-    def compute(i: jax.Array, half: int) -> None:
-        head, part = locate(i, half)
+    def compute(i: jax.Array, n: int) -> None:
+        head, part = locate(i, n)
         at = pl.ds(pl.multiple_of(part * rows, rows), rows)
-        ref.scores[half, :num_keys] = lax.dot_general(
+        scores = lax.dot_general(
             ref.keys[head, :num_keys], ref.queries[head, at], (((1,), (1,)), ((), ())),
             precision=precision(ref.keys.dtype), preferred_element_type=F32,
         )  # fmt: skip
-
-    def use(i: jax.Array, half: int) -> None:
-        head, part = locate(i, half)
-        scores = ref.scores[half, :num_keys]
         if options.softcap is not None:
             scores = jnp.tanh(scores) * (options.softcap * LOG2E)
         if masked:
@@ -399,19 +424,29 @@ def _attend(
             mask = _seen((num_keys - sure, rows), layout, options, part, offset + sure)
             edge = jnp.where(mask, scores[sure:], LOWEST)
             scores = jnp.concatenate([scores[:sure], edge], 0) if sure else edge
-        _add(ref, head, part, scores)
+        old = ref.highest[head, part]
+        new = jnp.maximum(old, jnp.max(scores, axis=0, keepdims=True))
+        ref.scores[n % 2, :num_keys] = scores
+        ref.highest[head, part] = new
+        # `use` reads these and not `highest`, which the next `compute` changes: it need not wait.
+        ref.change[n % 2, 0], ref.change[n % 2, 1] = new, jnp.exp2(old - new)
 
-    @pl.when(pairs > 0)
+    def use(i: jax.Array, n: int) -> None:
+        head, part = locate(i, n)
+        _add(ref, head, part, ref.scores[n % 2, :num_keys], *ref.change[n % 2])
+
+    @pl.when(turns > 0)
     def _() -> None:
         compute(jnp.int32(0), 0)
 
-    def do_pair(i: jax.Array, _: None) -> None:
-        compute(i, 1)
-        use(i, 0)
-        compute(jnp.minimum(i + 1, pairs - 1), 0)
-        use(i, 1)
+    def do_turn(i: jax.Array, _: None) -> None:
+        for n in range(1, unroll):
+            compute(i, n)
+            use(i, n - 1)
+        compute(jnp.minimum(i + 1, turns - 1), 0)
+        use(i, unroll - 1)
 
-    lax.fori_loop(0, pairs, do_pair, None)
+    lax.fori_loop(0, turns, do_turn, None)
 
 
 def _seen(
@@ -427,13 +462,12 @@ def _seen(
     return seen if options.window is None else seen & (key > query - options.window)
 
 
-def _add(ref: _Refs, head: jax.Array, part: jax.Array, scores: jax.Array) -> None:
+def _add(
+    ref: _Refs, head: jax.Array, part: jax.Array, scores: jax.Array, highest: jax.Array,
+    rescale: jax.Array,
+) -> None:  # fmt: skip
     """Adds the block's tokens to the softmax of a part of the rows of a head."""
-    old = ref.highest[head, part]
-    new = jnp.maximum(old, jnp.max(scores, axis=0, keepdims=True))
-    rescale, weights = jnp.exp2(old - new), jnp.exp2(scores - new)
-    ref.highest[head, part] = new
-    ref.total[head, part] = ref.total[head, part] * rescale + jnp.sum(weights, 0, keepdims=True)
+    weights = jnp.exp2(scores - highest)
     values = ref.values[head, :, : scores.shape[0]]
     added = lax.dot_general(
         values, weights.astype(values.dtype), (((1,), (0,)), ((), ())),

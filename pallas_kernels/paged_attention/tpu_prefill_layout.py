@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.tpu_layout import F32, LANES, LOG2E, Layout
+from pallas_kernels.paged_attention.tpu_layout import F32, LANES, LOG2E, Layout, divide
 from pallas_kernels.registry import ArrayFacts
 
 SUBLANES = 8
@@ -16,6 +16,7 @@ WIDTH_STEP = 256
 BLOCK_TOKENS = 1024
 SMALLEST_TILE = 2 * SUBLANES
 SMALLEST_ROWS = LANES  # of one head in one product: they lie along lanes
+UNROLL = 4  # products of a turn of the inner loop
 PIECE_TOKENS = 256  # whose K and V are taken apart at a time
 
 
@@ -86,6 +87,25 @@ class PrefillLayout(NamedTuple):
         """Parts that two products under way at a time belong to: of two heads, or of one."""
         return 1 + self.kv_heads % 2
 
+    @property
+    def unroll(self) -> int:
+        """Products of a turn of the inner loop, at whose ends the matrix unit runs dry."""
+        return 2 if self.kv_heads % UNROLL else UNROLL
+
+    @property
+    def sum_rows(self) -> int:
+        """Rows of ones below V^T, one tile: products with them are the sums of weights."""
+        return SUBLANES * self.pages.packing
+
+    def parts_of(self, length: jax.Array) -> jax.Array:
+        """Parts of a tile of so many tokens, whole pairs."""
+        tokens = self.pair_parts * self.row_tokens
+        return self.pair_parts * divide(length + (tokens - 1), tokens)
+
+    def tokens_of(self, part: jax.Array, length: jax.Array) -> jax.Array:
+        """Tokens of a part of a tile of so many tokens, which may end before it."""
+        return jnp.clip(length - part * self.row_tokens, 0, self.row_tokens)
+
     def sure_keys(self, num_keys: int) -> int:
         """Which first keys of a product no diagonal hides: all but the last step and the parts."""
         unsure = self.width_step + self.pair_parts * self.row_tokens
@@ -102,9 +122,9 @@ class PrefillLayout(NamedTuple):
         pages, item = self.pages, 4 // self.pages.packing
         dim, tokens = pages.chunks * LANES, pages.block_tokens
         rows = self.kv_heads * self.groups * self.tile
-        per_row = 3 * dim * item + 4 * (dim + 2 * SUBLANES)
+        per_row = 3 * dim * item + 4 * (dim + self.sum_rows + SUBLANES)
         block = pages.block_rows * LANES * item
-        split = self.kv_heads * tokens * 2 * dim * item
+        split = self.kv_heads * tokens * (2 * dim + self.sum_rows) * item
         words = self.piece * pages.page_rows * LANES * item
         scores = 5 * self.rows * max(tokens, LANES) * 4  # two, weights, and what is spilled
         return rows * per_row + SLOTS * block + split + words + scores
