@@ -6,13 +6,19 @@ from pallas_kernels.registry import Facts
 FAMILIES = ("A100", "H100", "H200", "B200")  # words of the device kind; GH200 and GB200 have one
 STATE_TILE = 4096  # float32 values of a state that a program of 128 threads holds
 MIN_COLUMNS, MAX_COLUMNS = 8, 64  # neighbours in memory: 32 bytes are one transfer
-PROGRAMS = 512  # that fill the 108 to 148 multiprocessors of these several times
+PROCESSORS = 108  # multiprocessors, at least; at most 148
+PROGRAMS = 512  # that fill them several times
 
 
 def refuses(facts: Facts) -> str | None:
     """Why no Triton kernel is built for this device, or None."""
     if not any(family in facts.device_kind for family in FAMILIES):
         return f"was compiled for {', '.join(FAMILIES)} only, not for {facts.device_kind!r}"
+    return None
+
+
+def refuses_prefill(facts: Facts) -> str | None:
+    """Why a kernel for decode rows cannot run the batch, or None."""
     if not facts.values["decode_only"]:
         return "has no prefill yet, and the batch may have prefill rows"
     return None

@@ -7,8 +7,12 @@ import jax
 from pallas_kernels import gpu_chip
 from pallas_kernels.causal_conv1d import gpu_decode
 from pallas_kernels.ragged import RaggedBatch
+from pallas_kernels.registry import Facts
 
-refuses = gpu_chip.refuses
+
+def refuses(facts: Facts) -> str | None:
+    """Why this kernel cannot run, or None."""
+    return gpu_chip.refuses(facts) or gpu_chip.refuses_prefill(facts)
 
 
 def causal_conv1d(

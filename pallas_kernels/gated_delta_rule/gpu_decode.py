@@ -69,7 +69,6 @@ def _row(
         return x * lax.rsqrt(jnp.sum(x * x) + 1e-6) if l2norm else x
 
     q_row, k_row = key(q) * scale, key(k)
-    v_row = plgpu.load(v.at[row.number, head, column], mask=real_column, other=0.0).astype(F32)
     if len(g.shape) == 3:
         log_decay = plgpu.load(g.at[row.number, head, channel], mask=real_channel, other=0.0)
     else:
@@ -77,6 +76,7 @@ def _row(
     old = jnp.exp(log_decay)[:, None] * row.read(before, place, tile).astype(F32)
     # As in the reference the output comes from the old state, so both sums go over it at once.
     old_k, old_q = (jnp.sum(old * x[:, None], axis=0) for x in (k_row, q_row))
+    v_row = plgpu.load(v.at[row.number, head, column], mask=real_column, other=0.0).astype(F32)
     delta = beta[row.number, head] * (v_row - old_k)
     row.write(after, place, tile, old + k_row[:, None] * delta[None])
     row.finish(out, (head, column), real_column, old_q + jnp.sum(q_row * k_row) * delta)

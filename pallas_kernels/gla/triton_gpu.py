@@ -12,7 +12,11 @@ from pallas_kernels.registry import Facts
 
 def refuses(facts: Facts) -> str | None:
     """Why this kernel cannot run, or None."""
-    return gpu_chip.refuses(facts) or gpu_chip.refuses_state(facts.values["state"].shape[2])
+    return (
+        gpu_chip.refuses(facts)
+        or gpu_chip.refuses_prefill(facts)
+        or gpu_chip.refuses_state(facts.values["state"].shape[2])
+    )
 
 
 def gla(

@@ -43,11 +43,12 @@ class Tiles(NamedTuple):
         cls,
         q: jax.Array | ArrayFacts,
         pages: jax.Array | ArrayFacts,
-        width: int,
+        table: jax.Array | ArrayFacts,
         window: int | None,
     ) -> "Tiles":
-        """For q [S, N, H], pages [P, G, 2K, H] and tables [S, width]."""
-        rows, heads, head_dim = q.shape
+        """For q [T, N, H], pages [P, G, 2K, H] and table [S, M]."""
+        _, heads, head_dim = q.shape
+        rows, width = table.shape
         kv_heads = pages.shape[2] // 2
         dim = max(gpu_chip.power_of_two(head_dim), TILE)
         token = 2 * dim * jnp.dtype(q.dtype).itemsize  # what pages hold is converted
@@ -76,10 +77,13 @@ def decode(
     *,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes k and v [S, K, H] into `pages`, in place; attends with q [S, N, H]."""
-    rows, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    tiles = Tiles.of(q, pages, table.shape[1], options.window)
+    """The decode rows of a batch: writes k and v [T, K, H] into `pages`, in place, and attends with
+    q [T, N, H]. Returns the output [T, N, H], 0 for further rows and anything from token S on, and
+    `pages`.
+    """
+    _, heads, dim = q.shape
+    rows, kv_heads = ragged.num_rows_padded, k.shape[1]
+    tiles = Tiles.of(q, pages, table, options.window)
     shape = jax.ShapeDtypeStruct
     if tiles.parts == 1:
         results = (shape(q.shape, q.dtype),)
@@ -144,15 +148,8 @@ def _decode_kernel(
         plgpu.store(pages.at[page, offset, 2 * head, channel], k_new, mask=real_channel)
         plgpu.store(pages.at[page, offset, 2 * head + 1, channel], v_new, mask=real_channel)
 
-    def logits(products: jax.Array) -> jax.Array:
-        """Of base 2."""
-        if options.softcap is None:
-            return products * (options.scale * LOG2_E)
-        capped = jnp.tanh(products * (options.scale / options.softcap))
-        return capped * (options.softcap * LOG2_E)
-
     own = decodes & (part == 0)
-    own_logits = logits(jnp.sum(q_tile.astype(F32) * k_new.astype(F32)[None], axis=1))
+    own_logits = logits(jnp.sum(q_tile.astype(F32) * k_new.astype(F32)[None], axis=1), options)
     highest = jnp.where(own, own_logits, LOWEST)
     total = jnp.where(own, jnp.ones_like(own_logits), 0.0)
     values = jnp.where(own, jnp.broadcast_to(v_new.astype(F32)[None], tile.shape), 0.0)
@@ -170,11 +167,11 @@ def _decode_kernel(
             at = before.at[page, offset, 2 * head + which, channel[None]]
             return plgpu.load(at, mask=loaded, other=0.0).astype(q_tile.dtype)
 
-        scores = jnp.where(seen[None], logits(_product(q_tile, read(0).T)), LOWEST)
+        scores = jnp.where(seen[None], logits(product(q_tile, read(0).T), options), LOWEST)
         new = jnp.maximum(highest, jnp.max(scores, axis=1))
         weights, rescale = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
         total = rescale * total + jnp.sum(weights, axis=1)
-        values = rescale[:, None] * values + _product(weights.astype(q_tile.dtype), read(1))
+        values = rescale[:, None] * values + product(weights.astype(q_tile.dtype), read(1))
         return new, total, values
 
     blocks = lax.div(last - first + tiles.block - 1, tiles.block)
@@ -228,6 +225,14 @@ def _finish(
     return jnp.where(nothing[..., None], 0.0, values / jnp.where(nothing, 1.0, total)[..., None])
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+def logits(products: jax.Array, options: Options) -> jax.Array:
+    """Of base 2, from products of queries and keys."""
+    if options.softcap is None:
+        return products * (options.scale * LOG2_E)
+    capped = jnp.tanh(products * (options.scale / options.softcap))
+    return capped * (options.softcap * LOG2_E)
+
+
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
     """Float32 operands are not rounded to tf32."""
     return plgpu.dot(a, b, precision=lax.Precision.HIGHEST if a.dtype == F32 else None)

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 
 from pallas_kernels import gpu_chip
-from pallas_kernels.paged_attention import gpu_decode
+from pallas_kernels.paged_attention import gpu_decode, gpu_prefill
+from pallas_kernels.paged_attention.gpu_prefill import FLOAT32_ROWS
 from pallas_kernels.paged_attention.reference import Options
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
@@ -35,6 +36,8 @@ def refuses(facts: Facts) -> str | None:
         return f"head dim {q.shape[2]} is above {MAX_DIM}: its tiles would not fit registers"
     if (group := q.shape[1] * 2 // pages.shape[2]) > MAX_GROUP:
         return f"{group} query heads per KV head are above {MAX_GROUP}"
+    if q.dtype == "float32" and not facts.values["decode_only"] and group > FLOAT32_ROWS:
+        return f"{group} query heads per KV head are above {FLOAT32_ROWS} for float32 prefill"
     return None
 
 
@@ -54,4 +57,8 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.paged_attention`; `interpret` as in `pl.pallas_call`."""
     options = Options(scale, window, softcap)
-    return gpu_decode.decode(q, k, v, pages, table, ragged, sinks, options, interpret=interpret)
+    rest = table, ragged, sinks, options
+    out, pages = gpu_decode.decode(q, k, v, pages, *rest, interpret=interpret)
+    if ragged.decode_only:
+        return out, pages
+    return gpu_prefill.prefill(q, k, v, out, pages, *rest, interpret=interpret)

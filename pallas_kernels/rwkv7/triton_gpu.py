@@ -12,7 +12,11 @@ from pallas_kernels.rwkv7 import gpu_decode
 
 def refuses(facts: Facts) -> str | None:
     """Why this kernel cannot run, or None."""
-    return gpu_chip.refuses(facts) or gpu_chip.refuses_state(facts.values["state"].shape[1])
+    return (
+        gpu_chip.refuses(facts)
+        or gpu_chip.refuses_prefill(facts)
+        or gpu_chip.refuses_state(facts.values["state"].shape[1])
+    )
 
 
 def rwkv7(

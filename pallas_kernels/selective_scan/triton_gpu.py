@@ -15,7 +15,11 @@ from pallas_kernels.selective_scan import gpu_decode, reference
 
 def refuses(facts: Facts) -> str | None:
     """Why this kernel cannot run, or None."""
-    return gpu_chip.refuses(facts) or gpu_chip.refuses_state(facts.values["state"].shape[1])
+    return (
+        gpu_chip.refuses(facts)
+        or gpu_chip.refuses_prefill(facts)
+        or gpu_chip.refuses_state(facts.values["state"].shape[1])
+    )
 
 
 def selective_scan(

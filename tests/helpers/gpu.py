@@ -63,9 +63,13 @@ needs_cuda = pytest.mark.skipif(
 def compile_for(
     chip: str, fn: Callable[..., Any], args: Sequence[Any], donate: Sequence[int] = ()
 ) -> jax.stages.Compiled:
-    """`fn` compiled for one GPU, kernels selected for it. `args` are shapes."""
+    """`fn` compiled for one GPU, kernels selected for it. `args` are shapes.
+
+    A kernel that spills registers is an error.
+    """
     config = GPUS[chip].target_config
     topology = topologies.get_topology_desc(
         chip, platform="cuda", topology="1x1x1", target_config=config
     )
-    return compile_on("gpu", topology.devices[0], fn, args, donate)
+    options = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    return compile_on("gpu", topology.devices[0], fn, args, donate, options)

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -67,9 +67,16 @@ def compile_for(
 
 
 def compile_on(
-    name: str, device: Any, fn: Callable[..., Any], args: Sequence[Any], donate: Sequence[int]
+    name: str,
+    device: Any,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    donate: Sequence[int],
+    options: Mapping[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """`fn` compiled for a device of a topology, kernels selected for platform `name`."""
+    """`fn` compiled for a device of a topology, kernels selected for platform `name`. `options` are
+    the compiler's.
+    """
     mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(
@@ -79,7 +86,7 @@ def compile_on(
         platform.target(name, device.device_kind),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
-        return jax.jit(fn, donate_argnums=tuple(donate)).lower(*placed).compile()
+        return jax.jit(fn, donate_argnums=tuple(donate)).lower(*placed).compile(options)
 
 
 def results(compiled: jax.stages.Compiled) -> Iterator[tuple[str, tuple[int, ...]]]:

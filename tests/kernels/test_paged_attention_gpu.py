@@ -28,11 +28,19 @@ BATCHES = {
     "full": Rows(decode=(3, 40, 5, 0, 1, 2, 33, 9, 60)),
     "padding": Rows(pad_rows=9),
 }
+MIXED_BATCHES = {
+    "prompts": Rows(prefill=((0, 1), (0, 1), (5, 1)), pad_rows=1),
+    "mixed": Rows(decode=(3, 150), prefill=((0, 31), (2, 64), (0, 65), (140, 40)), pad_rows=2,
+                  pad_tokens=5),
+    "long_prefill": Rows(prefill=((0, 200), (31, 129)), pad_tokens=90),
+    "decode_in_a_mixed_bucket": Rows(decode=(0, 1, 40), pad_rows=1, pad_tokens=20),
+    "padding_mixed": Rows(pad_rows=4, pad_tokens=9),
+}  # fmt: skip
 # What the models in cases.py leave out: other head sizes, groups and pages.
 MORE = (
     Case("dim_80", 2, 2, 80, window=20),
     Case("dim_96_bf16", 16, 1, 96, dtype="bfloat16", atol=8e-3),
-    Case("group_20", 20, 1, 32, sinks=True),
+    Case("group_20_bf16", 20, 1, 32, sinks=True, dtype="bfloat16", atol=8e-3),
     Case(
         "group_16_page_64_bf16", 32, 2, 64, 64, window=70, sinks=True, dtype="bfloat16", atol=8e-3
     ),
@@ -69,10 +77,12 @@ def check(setup: Setup, pages_dtype: str | None = None) -> None:
 
 def small(case: Case, batch: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_chip, "PROGRAMS", parts * NUM_ROWS * case.num_kv_heads)
-    check(Setup(case, BATCHES[batch], seed=parts))
+    check(Setup(case, (BATCHES | MIXED_BATCHES)[batch], seed=parts))
 
 
-@pytest.mark.parametrize(("batch", "parts"), [("all_ages", 1), ("all_ages", 4), ("padding", 4)])
+@pytest.mark.parametrize(
+    ("batch", "parts"), [("all_ages", 1), ("all_ages", 4), ("padding", 4), ("mixed", 1)]
+)
 def test_small_shapes(batch: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     small(CASE["tiny_everything"], batch, parts, monkeypatch)
 
@@ -85,6 +95,15 @@ def test_more_small_shapes(
     name: str, parts: int, batch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small(CASE[name], batch, parts, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", MIXED_BATCHES)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name.startswith("tiny")], ids=lambda c: c.name
+)
+def test_small_shapes_of_prefill(case: Case, batch: str) -> None:
+    check(Setup(case, MIXED_BATCHES[batch]))
 
 
 @pytest.mark.slow
@@ -105,19 +124,23 @@ def test_model_shapes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks as they are on a device."""
     monkeypatch.undo()
     monkeypatch.setattr(gpu_chip, "PROGRAMS", 2 * case.num_kv_heads)
-    check(Setup(case, Rows(decode=((case.window or 140) + 30,), pad_rows=1)))
+    earlier = (case.window or 140) + 30
+    check(Setup(case, Rows(decode=(earlier,), pad_rows=1)))
+    check(Setup(case, Rows(decode=(9,), prefill=((earlier, 40), (0, 140)), pad_tokens=3)))
 
 
 @pytest.mark.slow
 def test_float8_pages_hold_what_rounding_leaves() -> None:
     """The same as with wide pages and keys and values that were rounded before."""
-    setup = Setup(CASE["tiny"], BATCHES["all_ages"])
-    for _, k, v in setup.sequences:
-        for x in (k, v):
-            x[:] = x.astype(ml_dtypes.float8_e4m3fn)
-    for name in ("before", "after"):
-        setattr(setup, name, getattr(setup, name).astype(ml_dtypes.float8_e4m3fn).astype(float))
-    check(setup, "float8_e4m3fn")
+    for rows in (BATCHES["all_ages"], MIXED_BATCHES["mixed"]):
+        setup = Setup(CASE["tiny"], rows)
+        for _, k, v in setup.sequences:
+            for x in (k, v):
+                x[:] = x.astype(ml_dtypes.float8_e4m3fn)
+        for name in ("before", "after"):
+            rounded = getattr(setup, name).astype(ml_dtypes.float8_e4m3fn).astype(float)
+            setattr(setup, name, rounded)
+        check(setup, "float8_e4m3fn")
 
 
 def facts(setup: Setup, **changes: object) -> registry.Facts:
@@ -134,14 +157,18 @@ def facts(setup: Setup, **changes: object) -> registry.Facts:
 
 @pytest.mark.parametrize("case", (*CASES, *MORE), ids=lambda case: case.name)
 def test_takes_every_model(case: Case) -> None:
-    assert triton_gpu.refuses(facts(Setup(case, Rows(decode=(3,))))) is None
+    for rows in (Rows(decode=(3,)), Rows(prefill=((3, 5),))):
+        assert triton_gpu.refuses(facts(Setup(case, rows))) is None
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"kind": "Tesla T4"}, "A100, H100, H200, B200 only, not for 'Tesla T4'"),
-        ({"decode_only": False}, "prefill"),
+        (
+            {"decode_only": False, "q": registry.ArrayFacts((1, 80, 8), "float32")},
+            "40 query heads per KV head are above 16 for float32 prefill",
+        ),
         ({"q": registry.ArrayFacts((1, 4, 8), "float16")}, "not float16"),
         ({"pages": registry.ArrayFacts((9, 4, 4, 8), "bfloat16")}, "float32 as q"),
         (
