@@ -1,7 +1,7 @@
 """The gated delta net on TPU: decode rows in one kernel that moves every state once, in place.
 
-Prefill rows go through the convolution by XLA, the gates by XLA, and the kernel of the gated delta
-rule.
+Prefill rows go through another one, a chunk of tokens at a time; between its chunks a row's states
+stay in VMEM.
 """
 
 from typing import Any
@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tpu_chip, tpu_rows
-from pallas_kernels.causal_conv1d import causal_conv1d
-from pallas_kernels.gated_delta_net import reference, tpu_decode
+from pallas_kernels.gated_delta_net import tpu_decode, tpu_prefill
 from pallas_kernels.gated_delta_net.operands import States, Weights
-from pallas_kernels.gated_delta_rule import mosaic_tpu as delta_rule
-from pallas_kernels.gated_delta_rule import tpu_prefill
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import ArrayFacts, Facts
 from pallas_kernels.tpu_chip import LANES, Chip
+from pallas_kernels.tpu_rows import CHUNK
 
 
 def gated_delta_net(
@@ -41,30 +39,20 @@ def gated_delta_net(
         "weights": weights,
         "k_heads": k_heads,
         "max_beta": 2.0 if allow_neg_eigval else 1.0,
-        "vmem": chip.vmem,
         "interpret": interpret,
     }
     if ragged.decode_only:
-        return tpu_decode.decode((qkv, a, b), state, ragged, slots, **options)
-    # Decode rows go into the null slot here, so that their own slots are as they were.
-    is_decode = jnp.arange(rows) < ragged.counts[0]
-    mixed, conv = causal_conv1d(
-        qkv, weights.conv, weights.conv_bias, state.conv, ragged, read_slots,
-        jnp.where(is_decode, 0, write_slots), activation="silu",
-    )  # fmt: skip
-    state = States(conv, state.recurrent)
-    first = qkv[:rows], a[:rows], b[:rows]
-    out, state = tpu_decode.decode(first, state, ragged, slots, **options)
-    q, k, v = reference.split(mixed, k_heads, state.recurrent.shape)
-    gates = reference.gates(a, b, weights, allow_neg_eigval=allow_neg_eigval)
-    heads = delta_rule.prefill_heads(q, state.recurrent, q.dtype.itemsize, chip)
+        return tpu_decode.decode((qkv, a, b), state, ragged, slots, vmem=chip.vmem, **options)
+    heads = prefill_heads(k_heads, b.shape[1], qkv.dtype)
     assert heads is not None, "`refuses` has the reason"
-    rest, recurrent = tpu_prefill.prefill(
-        (q, k, v, *gates), state.recurrent, ragged, slots,
-        heads=heads, scale=LANES**-0.5, l2norm=True, vmem_limit=chip.vmem_limit,
-        interpret=interpret,
-    )  # fmt: skip
-    return tpu_rows.merge(out, rest, ragged), States(state.conv, recurrent)
+    # Were it all of VMEM, a batch of 1,024 tokens would not compile.
+    limit = chip.vmem_limit
+    first = qkv[:rows], a[:rows], b[:rows]
+    out, state = tpu_decode.decode(first, state, ragged, slots, vmem=limit, **options)
+    rest, state = tpu_prefill.prefill(
+        (qkv, a, b), state, ragged, slots, heads=heads, vmem_limit=limit, **options
+    )
+    return tpu_rows.merge(out, rest, ragged), state
 
 
 def refuses(facts: Facts) -> str | None:
@@ -80,13 +68,26 @@ def refuses(facts: Facts) -> str | None:
     dk, dv = state.shape[2:]
     if (dk, dv) != (LANES, LANES):
         return f"head dims must be {LANES}, not {dk} and {dv}"
-    chip, k_heads = tpu_chip.CHIPS[facts.device_kind], facts.values["k_heads"]
-    q = ArrayFacts((qkv.shape[0], k_heads, dk), qkv.dtype)
-    fits = fits_decode(qkv, state, chip) and (
-        facts.values["decode_only"]
-        or delta_rule.prefill_heads(q, state, jnp.dtype(q.dtype).itemsize, chip)
-    )
-    return None if fits else f"{facts.device_kind}'s VMEM is too small for a row's states"
+    chip = tpu_chip.CHIPS[facts.device_kind]
+    if not fits_decode(qkv, state, chip):
+        return f"{facts.device_kind}'s VMEM is too small for a row's states"
+    if facts.values["decode_only"]:
+        return None
+    if prefill_heads(facts.values["k_heads"], state.shape[1], qkv.dtype) is None:
+        return f"{state.shape[1]} value heads are too many for {facts.values['k_heads']} key heads"
+    if not fits_prefill(qkv, state, chip):
+        return f"{facts.device_kind}'s VMEM is too small for {CHUNK} tokens and a row's states"
+    return None
+
+
+def prefill_heads(k_heads: int, v_heads: int, dtype: Any) -> int | None:
+    """Value heads whose stages prefill computes together: those of some key heads.
+
+    16 fill the matrix unit. Float32 products are six times the work: 8 do, and compile faster.
+    """
+    group, most = v_heads // k_heads, 32 // jnp.dtype(dtype).itemsize
+    whole = [n * group for n in range(1, k_heads + 1) if k_heads % n == 0]
+    return max((block for block in whole if block <= most), default=None)
 
 
 def fits_decode(qkv: ArrayFacts, state: ArrayFacts, chip: Chip) -> bool:
@@ -95,3 +96,12 @@ def fits_decode(qkv: ArrayFacts, state: ArrayFacts, chip: Chip) -> bool:
     """
     _, heads, dk, dv = state.shape
     return 4 * 4 * heads * dk * dv + 512 * qkv.shape[1] <= chip.vmem_limit
+
+
+def fits_prefill(qkv: ArrayFacts, state: ArrayFacts, chip: Chip) -> bool:
+    """Whether VMEM has room for prefill: for the states of its pipeline, for two chunks of channels
+    and outputs, for the convolution's window, and for what registers cannot hold.
+    """
+    _, heads, dk, dv = state.shape
+    per_channel = 4 * CHUNK * jnp.dtype(qkv.dtype).itemsize + 1280
+    return 4 * 4 * heads * dk * dv + per_channel * qkv.shape[1] <= chip.vmem_limit

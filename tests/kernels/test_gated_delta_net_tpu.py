@@ -33,11 +33,16 @@ BREADTH = [
 # Tails of the convolution: rows with fewer earlier tokens than it keeps, and with as many.
 AGES = DECODE | {"around_the_width": Rows(decode=(1, 2, 3, 4, 0), pad_rows=1)}
 MIXED = {  # in one bucket: a bucket compiles once
-    name: rows.padded(8, 210)
+    name: rows.padded(8, 400)
     for name, rows in {
         "mixed": Rows(decode=(3, 0, 7), prefill=((0, 2), (2, 64), (0, 130), (1, 1))),
-        "only_prefill": Rows(prefill=((0, 3), (5, 4))),
+        "chunk_and_neighbours": Rows(prefill=((3, 127), (0, 128), (2, 129))),
+        "shorter_than_the_width": Rows(
+            prefill=((0, 1), (1, 1), (2, 1), (0, 2), (1, 2), (5, 3), (9, 4))
+        ),
+        "three_chunks": Rows(decode=(9,), prefill=((0, 391),)),
         "decode_in_a_mixed_bucket": Rows(decode=(3, 0)),
+        "padding_mixed": Rows(),
     }.items()
 }
 
@@ -79,10 +84,16 @@ def test_decode_of_model_shapes(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
-@pytest.mark.parametrize("batch", ["mixed_ages", "padding"])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        *("mixed_ages", "padding"),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("mixed", "padding_mixed")),
+    ],
+)
 @pytest.mark.timeout(300)
 def test_transfers(mode: Literal["on_wait", "eager"], batch: str, capfd) -> None:
-    check(GROUPED, DECODE[batch], device_memory(mode))
+    check(GROUPED, (MIXED | DECODE)[batch], device_memory(mode))
     assert RACE not in capfd.readouterr().out
 
 
@@ -116,5 +127,7 @@ def test_refusals_have_reasons() -> None:
         (facts(CASE["kimi_linear_48b"]), "one decay per head"),
         (facts(CASE["olmo_hybrid_7b"]), "must be 128, not 96 and 192"),
         (facts(Case("wide", 16, 64, 128, 128), "TPU v4"), "TPU v4's VMEM is too small"),
+        (facts(case, "TPU v4", decode_only=False), "too small for 128 tokens"),
+        (facts(Case("uneven", 1, 12, 128, 128), decode_only=False), "12 value heads are too many"),
     ):
         assert reason in str(mosaic_tpu.refuses(refused))

@@ -98,7 +98,7 @@ CASES = {
     ("qwen35_9b", StepKind.MIXED): (
         {"gated_delta_net": "mosaic_tpu", "paged_attention": "mosaic_tpu"},
         {
-            **dict.fromkeys(("gated_delta_net_decode", "gated_delta_prefill"), 1),
+            **dict.fromkeys(("gated_delta_net_decode", "gated_delta_net_prefill"), 1),
             **dict.fromkeys(MIXED_ATTENTION, 1),
         },
     ),
