@@ -6,17 +6,20 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import platform
-from pallas_kernels.gated_delta_net import mosaic_tpu
+from pallas_kernels.causal_conv1d import state_shape
+from pallas_kernels.gated_delta_net import States, mosaic_tpu
 from pallas_kernels.gated_delta_net.cases import CASES, Case
 from pallas_kernels.registry import Facts
 from pallas_kernels.tpu_chip import CHIPS
-from tests.helpers.ragged import Rows
+from tests.helpers.ragged import Rows, delta_net_oracle
+from tests.helpers.slots import rounded
 from tests.helpers.tpu import RACE, device_memory
-from tests.kernels.test_gated_delta_net import check_call, options
+from tests.kernels.test_gated_delta_net import check_call, options, parameters
 from tests.kernels.test_gated_delta_rule_tpu import DECODE
 
 CASE = {case.name: case for case in CASES}
@@ -75,6 +78,45 @@ def test_decode_rows_may_read_one_slot() -> None:
                          ids=lambda case: case.name)  # fmt: skip
 def test_with_prefill_rows(case: Case, batch: str) -> None:
     check(case, MIXED[batch])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "bound"),
+    # As in `gated_delta_rule`: every write is a reflection, and what is left of 200 writes to one
+    # key after they cancel has 3 of the 8 bits of a bfloat16.
+    [(replace(GROUPED, bias=False), 1e-4), (BF16, 0.3)],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_nearly_equal_keys(case: Case, bound: float) -> None:
+    rng = np.random.default_rng(3)
+    keys, heads, rows = (
+        2 * case.num_k_heads * case.k_dim,
+        case.num_v_heads,
+        Rows(prefill=((0, 200),)),
+    )
+    drawn = rng.normal(size=(200, case.channels))
+    drawn[:, :keys] = drawn[:1, :keys] + 1e-2 * drawn[:, :keys]
+    arrays = {
+        "qkv": rounded(drawn, case.dtype),
+        "a": np.full((200, heads), -40.0),  # nothing decays
+        "b": np.full((200, heads), 40.0),  # and every write is whole
+    }
+    before = np.zeros((case.width - 1, case.channels)), np.zeros((heads, 128, 128))
+    expected = delta_net_oracle(
+        **arrays, conv=before[0], recurrent=before[1], **parameters(case),
+        k_heads=case.num_k_heads, max_beta=1.0 + case.allow_neg_eigval,
+    )  # fmt: skip
+    pools = jnp.full(state_shape(2, *before[0].shape), jnp.nan, case.dtype)
+    slot = jnp.asarray([1], jnp.int32)
+    out, states = _jitted(case, True)(
+        **{name: jnp.asarray(x, case.dtype) for name, x in arrays.items()},
+        state=States(pools, jnp.full((2, heads, 128, 128), jnp.nan)),
+        ragged=rows.ragged(), read_slots=slot, write_slots=slot, weights=options(case)["weights"],
+    )  # fmt: skip
+    for actual, wanted in ((out, expected[0]), (states.recurrent[1], expected[2])):
+        error = np.linalg.norm(np.asarray(actual, float) - wanted) / np.linalg.norm(wanted)
+        assert error < bound
 
 
 @pytest.mark.slow
