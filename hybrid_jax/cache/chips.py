@@ -27,16 +27,16 @@ class Chip:
     memory_bytes: int
     kind: str  # as the runtime names it
     topology: str = ""  # the smallest one that libtpu compiles for
-    has_float8: bool = False
+    has_float8: bool = False  # kernels read pages of it
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", "tpu", 32 * GIB, "TPU v4", "v4:2x2x1"),
-        Chip("v5e", "tpu", 16 * GIB, "TPU v5 lite", "v5e:2x2"),
-        Chip("v5p", "tpu", 95 * GIB, "TPU v5", "v5p:2x2x1"),
-        Chip("v6e", "tpu", 32 * GIB, "TPU v6 lite", "v6e:2x2"),
+        Chip("v4", "tpu", 32 * GIB, "TPU v4", "v4:2x2x1", has_float8=True),
+        Chip("v5e", "tpu", 16 * GIB, "TPU v5 lite", "v5e:2x2", has_float8=True),
+        Chip("v5p", "tpu", 95 * GIB, "TPU v5", "v5p:2x2x1", has_float8=True),
+        Chip("v6e", "tpu", 32 * GIB, "TPU v6 lite", "v6e:2x2", has_float8=True),
         # Two devices on a chip of 192 GiB.
         Chip("tpu7x", "tpu", 96 * GIB, "TPU7x", "tpu7x:2x2x1", has_float8=True),
         Chip("a100", "gpu", 81_920 * MIB, "NVIDIA A100-SXM4-80GB"),
@@ -76,7 +76,7 @@ def this_chip() -> Chip:
 
 
 def check_float8(chip: Chip) -> None:
-    """Raises ValueError if a chip computes nothing with float8."""
+    """Raises ValueError if no kernel for a chip reads float8."""
     if not chip.has_float8:
         raise ValueError(
             f"kv_dtype fp8 needs a chip with float8, which {chip.name} is not; use bfloat16 or "

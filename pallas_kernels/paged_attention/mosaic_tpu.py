@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tpu_chip
+from pallas_kernels import storage, tpu_chip
 from pallas_kernels.paged_attention import tpu_decode, tpu_prefill, tpu_write
 from pallas_kernels.paged_attention.pages import pack, pages_shape, share_rows
 from pallas_kernels.paged_attention.tpu_layout import LANES, Options
@@ -14,6 +14,8 @@ from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import ArrayFacts, Facts
 
 SMEM_LIMIT = 768 << 10  # of 1 MiB
+# Of the pages, and of the queries that go with them.
+QUERIES = {"bfloat16": "bfloat16", "float32": "float32", "float8_e4m3fn": "bfloat16"}
 
 
 def refuses(facts: Facts) -> str | None:
@@ -21,14 +23,16 @@ def refuses(facts: Facts) -> str | None:
     if (reason := tpu_chip.refuses(facts)) is not None:
         return reason
     q, k, pages, table = (facts.values[name] for name in ("q", "k", "pages", "table"))
-    if pages.dtype not in ("bfloat16", "float32"):
-        return f"pages must be bfloat16 or float32, not {pages.dtype}"
-    if q.dtype != pages.dtype:
-        return f"q is {q.dtype} and pages are {pages.dtype}; they must be equal"
+    if pages.dtype not in QUERIES:
+        return f"pages must be {', '.join(QUERIES)}, not {pages.dtype}"
+    if q.dtype != QUERIES[pages.dtype]:
+        return f"q must be {QUERIES[pages.dtype]} for pages of {pages.dtype}, not {q.dtype}"
     num_pages, size, rows, lanes = pages.shape
     expected = pages_shape(num_pages, size, k.shape[1], k.shape[2], "tpu")
     if pages.shape != expected:
         return f"pages are {pages.shape}, and {expected} on TPU: XLA would copy them for the kernel"
+    if pages.dtype == "float8_e4m3fn" and (rows == 2 or (rows % 32 == 0 and lanes > LANES)):
+        return f"XLA tiles float8 pages {pages.shape} in another way, and would copy them"
     packing = 4 // jnp.dtype(pages.dtype).itemsize
     if size * rows * (lanes // LANES) % (8 * packing):
         return f"a page of {size} tokens is not whole tiles of {8 * packing} rows"
@@ -71,7 +75,7 @@ def paged_attention(
     rows, lanes = pages.shape[2:]
     kv_heads = _heads(k.shape[1], rows)
     kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * k.shape[1], dim)
-    kv = pack(kv, rows, lanes).astype(pages.dtype)
+    kv = storage.encode(pack(kv, rows, lanes), pages.dtype)
     pages = tpu_write.write(kv, pages, table, ragged, interpret=interpret)
 
     more_heads = num_heads // k.shape[1] * kv_heads - num_heads

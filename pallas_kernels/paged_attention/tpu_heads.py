@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.tpu_layout import F32, LANES, divide
+from pallas_kernels.paged_attention.tpu_layout import F32, LANES, divide, operand
 from pallas_kernels.paged_attention.tpu_prefill_layout import SUBLANES, PrefillLayout
 
 TOKENS = 32  # at a time
@@ -105,7 +105,7 @@ def split_kv(
 
     def some(i: jax.Array, _: None) -> None:
         rows = buffer[slot, pl.ds(i * piece, piece)]
-        rows = rows.reshape(piece * pages.page_rows, pages.lanes)
+        rows = operand(rows.reshape(piece * pages.page_rows, pages.lanes))
         words[...] = pltpu.bitcast(rows, jnp.uint32) if pages.packing == 2 else rows
         at = pl.ds(pl.multiple_of(i * tokens, tokens), tokens)
         for j in range(layout.kv_heads):

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout as XlaLayout
+from jax.experimental.layout import with_layout_constraint
 
 from pallas_kernels.paged_attention.pages import share_rows
 from pallas_kernels.registry import ArrayFacts
@@ -39,7 +41,7 @@ class Layout(NamedTuple):
     chunks: int  # C
     lanes: int  # L
     block: int  # B
-    packing: int  # values in a word of 32 bits: 2 lets `_keys_and_values` take K and V apart
+    packing: int  # products' operands in a word: 2 lets `_keys_and_values` take K and V apart
     shared: bool  # K and V of a head are the halves of one row
 
     @classmethod
@@ -52,9 +54,10 @@ class Layout(NamedTuple):
     ) -> "Layout":
         """Of pages [P, G, R, H]."""
         _, size, rows, dim = pages.shape
-        packing = 4 // jnp.dtype(pages.dtype).itemsize
+        itemsize = jnp.dtype(pages.dtype).itemsize
+        packing = 1 if itemsize == 4 else 2  # float8 becomes bfloat16
         chunks = dim // LANES if dim > LANES else 1
-        token_bytes = rows * chunks * LANES * jnp.dtype(pages.dtype).itemsize
+        token_bytes = rows * chunks * LANES * itemsize
         # Products of float32 are made of several of bfloat16, and of parts of their operands.
         block_bytes = BLOCK_BYTES // (4 if packing == 1 else 1)
         tokens = max(min(BLOCK_TOKENS, block_bytes // token_bytes), size)
@@ -137,6 +140,9 @@ def as_rows(pages: jax.Array, layout: Layout) -> jax.Array:
     count, tile, chunks = pages.shape[0], layout.tile, layout.chunks
     tiles = layout.kv_rows // tile
     cut = pages.reshape(count, layout.page_size, tiles, tile, chunks, layout.lanes)
+    if pages.dtype.itemsize == 1:
+        # Otherwise XLA would lay float8 out with the page number along lanes, and copy the pool.
+        cut = with_layout_constraint(cut, XlaLayout(major_to_minor=(0, 1, 2, 4, 3, 5)))
     cut = cut.transpose(0, 1, 2, 4, 3, 5)
     return cut.reshape(count, layout.page_rows, layout.lanes)
 
@@ -149,6 +155,11 @@ def divide(x: jax.Array, by: int) -> jax.Array:
 def modulo(x: jax.Array, by: int) -> jax.Array:
     """x % by of scalars that are not negative."""
     return x & (by - 1) if by & (by - 1) == 0 else lax.rem(x, by)
+
+
+def operand(rows: jax.Array) -> jax.Array:
+    """Rows of pages as products take them: float8 becomes bfloat16."""
+    return rows.astype(jnp.bfloat16) if rows.dtype.itemsize == 1 else rows
 
 
 def precision(dtype: Any) -> lax.Precision | None:

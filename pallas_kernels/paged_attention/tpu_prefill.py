@@ -114,7 +114,7 @@ def prefill(
         grid=(1,),
         in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM), anywhere, anywhere, anywhere],
         out_specs=anywhere,
-        scratch_shapes=_scratch(layout, q.dtype),
+        scratch_shapes=_scratch(layout, q.dtype, pages.dtype),
     )
     call = pl.pallas_call(
         kernel,
@@ -135,7 +135,7 @@ def prefill(
     return layout.drop_heads(out)
 
 
-def _scratch(layout: PrefillLayout, dtype: Any) -> list[Any]:
+def _scratch(layout: PrefillLayout, dtype: Any, pages_dtype: Any) -> list[Any]:
     heads, pages, tokens = layout.kv_heads, layout.pages, layout.pages.block_tokens
     rows, dim = layout.tile * layout.groups, pages.dim
     per_token = pltpu.VMEM((layout.tile, heads * layout.groups, dim), dtype)
@@ -145,7 +145,7 @@ def _scratch(layout: PrefillLayout, dtype: Any) -> list[Any]:
         per_token,
         per_token,
         pltpu.VMEM((heads, rows, dim), dtype),
-        pltpu.VMEM((SLOTS, pages.block, pages.page_rows, pages.lanes), dtype),
+        pltpu.VMEM((SLOTS, pages.block, pages.page_rows, pages.lanes), pages_dtype),
         pltpu.VMEM((layout.piece * pages.page_rows // pages.packing, pages.lanes), word),
         pltpu.VMEM((heads, tokens, dim), dtype),
         pltpu.VMEM((heads, dim + layout.sum_rows, tokens), dtype),

@@ -8,7 +8,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -134,12 +133,7 @@ def test_float8_pages_hold_what_rounding_leaves() -> None:
     """The same as with wide pages and keys and values that were rounded before."""
     for rows in (BATCHES["all_ages"], MIXED_BATCHES["mixed"]):
         setup = Setup(CASE["tiny"], rows)
-        for _, k, v in setup.sequences:
-            for x in (k, v):
-                x[:] = x.astype(ml_dtypes.float8_e4m3fn)
-        for name in ("before", "after"):
-            rounded = getattr(setup, name).astype(ml_dtypes.float8_e4m3fn).astype(float)
-            setattr(setup, name, rounded)
+        setup.round_to_float8()
         check(setup, "float8_e4m3fn")
 
 

@@ -64,6 +64,17 @@ GROUPS = (
     Case("group_16_of_one_head", 16, 1, 128, 128, window=20, sinks=True),
     Case("group_3_window", 12, 4, 128, window=9, sinks=True),
 )
+# Rows of one vector of lanes, of two, and those that K and V share.
+FLOAT8 = (
+    Case("dim_256", 4, 2, 256, window=40, sinks=True, dtype="bfloat16", atol=8e-3),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            Case("group_4", 16, 4, 128, dtype="bfloat16", atol=8e-3),
+            Case("dim_64", 16, 8, 64, softcap=20.0, dtype="bfloat16", atol=8e-3),
+        )
+    ),
+)
 PAGES_OF_48 = registry.ArrayFacts((9, 48, 16, 256), "float32")
 PREFILLS = {
     "mixed": MIXED,
@@ -114,17 +125,21 @@ def _jitted(options: tuple, interpret: bool | pltpu.InterpretParams):
     return jax.jit(call)
 
 
-def check(setup: Setup, interpret: bool | pltpu.InterpretParams = True) -> None:
+def check(
+    setup: Setup,
+    interpret: bool | pltpu.InterpretParams = True,
+    pages_dtype: str | None = None,
+) -> None:
     """The output against the oracle, and every page: what no token wrote stays NaN."""
     call = _jitted(tuple(setup.options.items()), interpret)
     q, k, v = (jnp.asarray(x, setup.dtype) for x in (setup.q, setup.k, setup.v))
-    pages = setup.pool("tpu")
+    pages = setup.pool("tpu").astype(pages_dtype or setup.dtype)
     sinks = None if setup.sinks is None else jnp.asarray(setup.sinks, jnp.float32)
-    out, pages = call(q, k, v, pages, jnp.asarray(setup.table), setup.rows.ragged(), sinks=sinks)
-    assert out.dtype == setup.dtype and pages.dtype == setup.dtype
+    out, after = call(q, k, v, pages, jnp.asarray(setup.table), setup.rows.ragged(), sinks=sinks)
+    assert out.dtype == setup.dtype and after.dtype == pages.dtype
     atol = setup.case.atol + (WEIGHTS_ATOL if setup.dtype == jnp.bfloat16 else 0.0)
     np.testing.assert_allclose(np.asarray(out, np.float64), setup.expected(), rtol=0, atol=atol)
-    np.testing.assert_array_equal(setup.values(pages)[1:], setup.after[1:])
+    np.testing.assert_array_equal(setup.values(after)[1:], setup.after[1:])
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -153,6 +168,15 @@ def test_mixed_model_shapes(case: Case) -> None:
 
 def test_small_mixed() -> None:
     check(Setup(CASE["tiny_everything"], MIXED))
+
+
+@pytest.mark.parametrize("case", FLOAT8, ids=lambda case: case.name)
+def test_float8_pages_hold_what_rounding_leaves(case: Case) -> None:
+    setup = Setup(case, MIXED)
+    setup.round_to_float8()
+    pages = registry.ArrayFacts(setup.pool("tpu").shape, "float8_e4m3fn")
+    assert mosaic_tpu.refuses(facts(setup, pages=pages)) is None
+    check(setup, pages_dtype="float8_e4m3fn")
 
 
 @pytest.mark.slow
@@ -220,8 +244,13 @@ def test_copies_of_prefill(
             {"decode_only": False, "pages": PAGES_OF_48},
             "power of two of tokens, not 48",
         ),
-        ("gemma2_9b", {"q": registry.ArrayFacts((1, 16, 256), "bfloat16")}, "must be equal"),
+        ("gemma2_9b", {"q": registry.ArrayFacts((1, 16, 256), "bfloat16")}, "q must be float32"),
         ("tiny", {"pages": registry.ArrayFacts((9, 4, 4, 8), "uint16")}, "not uint16"),
+        (
+            "gemma3_270m_local",
+            {"pages": registry.ArrayFacts((9, 16, 2, 256), "float8_e4m3fn")},
+            "tiles float8 pages (9, 16, 2, 256)",
+        ),
         ("gemma2_9b", {"table": registry.ArrayFacts((256, 4096), "int32")}, "scalar memory"),
         ("tiny", {"pages": registry.ArrayFacts((9, 1, 2, 128), "float32")}, "a page of 1 tokens"),
         ("olmo_hybrid_7b", {"pages": registry.ArrayFacts((9, 16, 60, 128), "float32")}, "on TPU"),

@@ -110,6 +110,19 @@ def test_mixed(name: str, chip: str) -> None:
     assert not makers & {"transpose", "copy", "fusion", "pad"}, makers
 
 
+@pytest.mark.parametrize("chip", EVERY_CHIP)
+@pytest.mark.parametrize("name", ["qwen3_next_bf16_128", "llama3_8b"])
+@pytest.mark.parametrize(
+    "tokens", [None, pytest.param(TOKENS, marks=pytest.mark.slow)], ids=["decode", "mixed"]
+)
+def test_float8_pages(tokens: int | None, name: str, chip: str) -> None:
+    given = list(arguments(CASE[name], ROWS, tokens))
+    given[3] = shape("float8_e4m3fn", 2 * given[3].shape[0], *given[3].shape[1:])
+    compiled = compile_for(chip, attention(CASE[name], tokens is None), given, donate=(3,))
+    kernels = KERNELS if tokens is None else (*KERNELS, "paged_attention_prefill")
+    check_in_place(compiled, given[3], kernels)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss_20b_local", "3_heads_of_80"])
 def test_mixed_with_rows_filled_up(name: str) -> None:
