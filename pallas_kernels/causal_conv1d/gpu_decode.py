@@ -33,14 +33,14 @@ def decode(
     """The decode rows of a batch.
 
     Args:
-        x: [S, C]. weight: [C, W]. bias: [C] or None.
+        x: [T, C]. weight: [C, W]. bias: [C] or None.
         state: [slots, W - 1, C], updated in place if it is donated.
         ragged: row boundaries. slots: read and write slots, i32[S] each.
         activation: "silu" or None.
         interpret: as in `pl.pallas_call`.
 
     Returns:
-        y [S, C], 0 for padding rows, and the new `state`.
+        y [T, C], 0 for further rows and anything from token S on, and the new `state`.
     """
     optional = () if bias is None else (bias,)
     return gpu_rows.decode(

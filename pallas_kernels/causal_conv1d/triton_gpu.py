@@ -1,18 +1,14 @@
-"""The causal convolution on NVIDIA GPUs: which calls the Triton kernel takes."""
+"""The causal convolution on NVIDIA GPUs: which calls the Triton kernels take."""
 
 from typing import Any
 
 import jax
 
 from pallas_kernels import gpu_chip
-from pallas_kernels.causal_conv1d import gpu_decode
+from pallas_kernels.causal_conv1d import gpu_decode, gpu_prefill
 from pallas_kernels.ragged import RaggedBatch
-from pallas_kernels.registry import Facts
 
-
-def refuses(facts: Facts) -> str | None:
-    """Why this kernel cannot run, or None."""
-    return gpu_chip.refuses(facts) or gpu_chip.refuses_prefill(facts)
+refuses = gpu_chip.refuses
 
 
 def causal_conv1d(
@@ -30,7 +26,8 @@ def causal_conv1d(
     """See `api.causal_conv1d`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
     slots = read_slots, write_slots
     pool = state.reshape(*state.shape[:2], -1)
-    y, pool = gpu_decode.decode(
-        x, weight, bias, pool, ragged, slots, activation=activation, interpret=interpret
-    )
+    options = {"activation": activation, "interpret": interpret}
+    y, pool = gpu_decode.decode(x, weight, bias, pool, ragged, slots, **options)
+    if not ragged.decode_only:
+        y, pool = gpu_prefill.prefill(x, weight, bias, y, pool, ragged, slots, **options)
     return y, pool.reshape(state.shape)

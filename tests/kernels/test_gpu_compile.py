@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import RaggedBatch, registry
-from pallas_kernels.causal_conv1d import causal_conv1d
+from pallas_kernels.causal_conv1d import causal_conv1d, state_shape
 from pallas_kernels.causal_conv1d.cases import CASES as CONVOLUTION_CASES
 from pallas_kernels.gla import gla
 from pallas_kernels.gla.cases import CASES as GLA_CASES
@@ -168,25 +168,34 @@ def test_selective_scan_decode(rows: int, chip: str) -> None:
 
 
 @pytest.mark.parametrize("chip", EVERY_GPU)
-@pytest.mark.parametrize(("name", "rows"), [("qwen35_9b", 64), ("olmo_hybrid_7b", 1)])
-def test_causal_conv1d_decode(name: str, rows: int, chip: str) -> None:
-    case = CONVOLUTION[name]
+@pytest.mark.parametrize(
+    ("name", "rows", "tokens"),
+    [
+        ("qwen35_9b", 64, 64),
+        ("olmo_hybrid_7b", 1, 1),
+        ("qwen35_9b", 16, 2048),
+        ("olmo_hybrid_7b", 16, 512),
+    ],
+)
+def test_causal_conv1d(name: str, rows: int, tokens: int, chip: str) -> None:
+    case, decode_only = CONVOLUTION[name], tokens == rows
     x, weight, state = (
-        jax.ShapeDtypeStruct(dims, jnp.dtype(case.dtype))
+        shape(case.dtype, *dims)
         for dims in (
-            (rows, case.channels),
+            (tokens, case.channels),
             (case.channels, case.width),
-            (2 * rows + 1, case.width - 1, case.channels),
+            # Larger than the output of a prefill.
+            (max(2 * rows, tokens) + 1, *state_shape(1, case.width - 1, case.channels)[1:]),
         )
     )
 
     def run(x, weight, state, starts, lens, counts, read, write):
-        ragged = RaggedBatch(starts, lens, counts, decode_only=True)
+        ragged = RaggedBatch(starts, lens, counts, decode_only)
         return causal_conv1d(x, weight, None, state, ragged, read, write, activation="silu")
 
-    check_compiles(
-        run, (x, weight, state, *batch_arguments(rows)), 2, ("causal_conv1d_decode",), chip
-    )
+    prefill = () if decode_only else ("causal_conv1d_prefill", "causal_conv1d_tails")
+    given = x, weight, state, *batch_arguments(rows)
+    check_compiles(run, given, 2, ("causal_conv1d_decode", *prefill), chip)
 
 
 def check_compiles(
