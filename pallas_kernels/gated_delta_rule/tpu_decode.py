@@ -108,9 +108,8 @@ def _kernel(
     """One row, for one block of heads.
 
     SMEM: source, target, fresh i32[S], count i32[1]. VMEM: q, k [R, Hk' dk]; v, out [R, Hv' dv];
-    log decays [R, Hv' dk], if they are per channel; gates [1, R, n Hv'], beta and, if they are not,
-    the log decays; before, after [1, Hv', dk, dv]; float32 scratch column_rows [R, n, dk], v_rows
-    and out_rows [R, Hv', dv].
+    log decays [R, Hv' dk] if per channel; gates [1, R, n Hv'], beta and other log decays; before,
+    after [1, Hv', dk, dv]; float32 scratch column_rows [R, n, dk], v_rows, out_rows [R, Hv', dv].
     """
     del source, target  # used by the index maps
     *log_decay, gates, before, out, after, column_rows, v_rows, out_rows = refs
@@ -133,15 +132,13 @@ def _kernel(
             column_rows[:, k_heads + h, :] = kh
         for h in range(heads):
             if log_decay:
-                decay = jnp.exp(log_decay[0][:, h * dk : (h + 1) * dk])
-                column_rows[:, 2 * k_heads + h, :] = decay
+                column_rows[:, 2 * k_heads + h, :] = jnp.exp(log_decay[0][:, h * dk : (h + 1) * dk])
             v_rows[:, h, :] = v[:, h * dv : (h + 1) * dv].astype(F32)
         out_rows[...] = jnp.zeros_like(out_rows)
 
     @pl.when(i < count[0])
     def _row() -> None:
-        columns = column_rows[r].T
-        gate = gates[0, pl.ds(r, 1), :]
+        columns, gate = column_rows[r].T, gates[0, pl.ds(r, 1), :]
         beta = gate[:, :heads]
         decay = columns[:, 2 * k_heads :] if log_decay else jnp.exp(gate[:, heads:])
         from_zeros = fresh[i] == 1
