@@ -1,22 +1,30 @@
-"""The gated delta rule on NVIDIA GPUs: which calls the Triton kernel takes."""
+"""The gated delta rule on NVIDIA GPUs: which calls the Triton kernels take."""
 
 from typing import Any
 
 import jax
 
 from pallas_kernels import gpu_chip
-from pallas_kernels.gated_delta_rule import gpu_decode
+from pallas_kernels.gated_delta_rule import gpu_decode, gpu_prefill
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
 
+MAX_PREFILL_DIM = 128  # its state's columns stay in registers
+
 
 def refuses(facts: Facts) -> str | None:
-    """Why this kernel cannot run, or None."""
-    return (
-        gpu_chip.refuses(facts)
-        or gpu_chip.refuses_prefill(facts)
-        or gpu_chip.refuses_state(facts.values["state"].shape[2])
-    )
+    """Why these kernels cannot run, or None."""
+    state = facts.values["state"]
+    reason = gpu_chip.refuses(facts) or gpu_chip.refuses_state(state.shape[2])
+    if reason is not None or facts.values["decode_only"]:
+        return reason
+    if len(facts.values["g"].shape) == 3:
+        return "has one decay per head in prefill, not one per key channel"
+    if (dtype := facts.values["q"].dtype) != "bfloat16":
+        return f"prefill takes q, k and v in bfloat16, not {dtype}"
+    if state.shape[2] > MAX_PREFILL_DIM:
+        return f"prefill holds {MAX_PREFILL_DIM} key channels, not {state.shape[2]}"
+    return None
 
 
 def gated_delta_rule(
@@ -35,12 +43,13 @@ def gated_delta_rule(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.gated_delta_rule`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
-    return gpu_decode.decode(
-        (q, k, v, g, beta),
-        state,
-        ragged,
-        (read_slots, write_slots),
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        l2norm=l2norm,
-        interpret=interpret,
-    )
+    tokens, slots = (q, k, v, g, beta), (read_slots, write_slots)
+    options = {
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+        "l2norm": l2norm,
+        "interpret": interpret,
+    }
+    out, state = gpu_decode.decode(tokens, state, ragged, slots, **options)
+    if ragged.decode_only:
+        return out, state
+    return gpu_prefill.prefill(tokens, out, state, ragged, slots, **options)

@@ -128,6 +128,14 @@ def test_gated_delta_rule_decode(name: str, rows: int, chip: str) -> None:
 
 
 @pytest.mark.parametrize("chip", EVERY_GPU)
+def test_gated_delta_rule_prefill(chip: str) -> None:
+    case = GATED_DELTA["qwen35_9b"]
+    given = gated_delta_arguments(case, 1024, 64)
+    kernels = "gated_delta_decode", "gated_delta_inverse", "gated_delta_prefill"
+    check_compiles(gated_delta(case, False), given, 5, kernels, chip)
+
+
+@pytest.mark.parametrize("chip", EVERY_GPU)
 @pytest.mark.parametrize(
     ("name", "rows"), [("nemotron_3_nano", 64), ("bamba_9b", 1), ("falcon_h1_7b", 256)]
 )

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import platform
+from pallas_kernels.gated_delta_rule.cases import MXU_STATE_ATOL as GATED_DELTA_ATOL
 from pallas_kernels.registry import Facts
 from tests.helpers import slots
 from tests.helpers.ragged import Rows, delta_rule_oracle, selective_scan_oracle, ssd_oracle
-from tests.helpers.slots import DECODE_BATCHES
+from tests.helpers.slots import DECODE_BATCHES, MIXED_BATCHES
 from tests.kernels import (
     test_gated_delta_rule,
     test_gla,
@@ -89,6 +90,20 @@ def test_decode(op: str, case: Any, batch: str) -> None:
     check(op, case, DECODE_BATCHES[batch])
 
 
+PREFILL = {"gated_delta_rule": [
+    *(case for case in test_gated_delta_rule.SMALL if not case.per_channel),
+    replace(SMALLEST["gated_delta_rule"], **BF16, **UNEVEN["gated_delta_rule"] | {
+        "per_channel": False, "state_atol": GATED_DELTA_ATOL}),
+]}  # fmt: skip
+PREFILLS = [(op, case) for op, cases in PREFILL.items() for case in cases]
+
+
+@pytest.mark.parametrize("batch", MIXED_BATCHES)
+@pytest.mark.parametrize(("op", "case"), PREFILLS, ids=names)
+def test_prefill(op: str, case: Any, batch: str) -> None:
+    check(op, case, MIXED_BATCHES[batch])
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_rows_may_read_one_slot(op: str) -> None:
     check(op, SMALLEST[op], Rows(decode=(5, 0, 5, 9)).padded(7, 7), shared=True)
@@ -153,9 +168,30 @@ def test_states_in_bfloat16_are_rounded_when_written() -> None:
 
 
 def facts(op: str, case: Any, kind: str = "NVIDIA A100-SXM4-80GB", **changes: Any) -> Facts:
-    state = jax.ShapeDtypeStruct((9, *OPS[op].draw(case, 1).state_shape), jnp.float32)
+    tokens = OPS[op].draw(case, 1)
+    state = jax.ShapeDtypeStruct((9, *tokens.state_shape), jnp.float32)
     with platform.target("gpu", kind):
-        return Facts.of(**({"state": state, "decode_only": True} | changes))
+        given = tokens.on_device() | {"state": state, "decode_only": True}
+        return Facts.of(**(given | changes))
+
+
+def test_prefill_of_the_delta_rule() -> None:
+    """With nearly equal keys, too; and what is refused."""
+    op, rows = "gated_delta_rule", MIXED_BATCHES["long_prefill"]
+    case = next(case for case in test_gated_delta_rule.SMALL if case.max_beta == 2.0)
+    tokens = test_gated_delta_rule.nearly_equal_keys(case, rows.num_tokens)
+    # Near beta = 2 the inverse is full of +-2 and its products cancel; a power series loses all.
+    slots.check(call_of(op, case), tokens, rows, atol=8e-3, state_atol=8e-3)
+    refuses, cases = module_of(op).refuses, {case.name: case for case in OPS[op].CASES}
+    bf16 = replace(cases["kimi_linear_48b"], dtype="bfloat16")
+    wide = replace(cases["qwen35_9b"], k_dim=256)
+    assert refuses(facts(op, cases["qwen35_9b"], decode_only=False)) is None
+    for case, reason in (
+        (bf16, "one decay per head"),
+        (wide, "128 key channels, not 256"),
+        (cases["qwen3_next_80b"], "bfloat16, not float32"),
+    ):
+        assert reason in str(refuses(facts(op, case, decode_only=False)))
 
 
 # The dimension that a program has all of.

@@ -16,6 +16,10 @@ CASES = {
         dict.fromkeys(("causal_conv1d", "gated_delta_rule", "paged_attention"), TRITON),
         dict.fromkeys(("causal_conv1d_decode", "gated_delta_decode", "paged_attention_decode"), 1),
     ),
+    ("qwen35_9b", StepKind.MIXED): (
+        dict.fromkeys(("causal_conv1d", "gated_delta_rule", "paged_attention"), TRITON),
+        dict.fromkeys(("causal_conv1d_prefill", "gated_delta_prefill", *MIXED_ATTENTION), 1),
+    ),
     ("gemma3_4b", StepKind.DECODE): ({"paged_attention": TRITON}, {"paged_attention_decode": 2}),
     ("gemma3_4b", StepKind.MIXED): (
         {"paged_attention": TRITON},
