@@ -19,7 +19,7 @@ from pallas_kernels.gpu_tiles import Tile, tile_table
 from pallas_kernels.ragged import RaggedBatch
 
 CHUNK = 64
-COLUMNS = 32  # of a state, to a program
+COLUMNS = 16  # of a state, to a program
 LOWEST = -1e30  # an exponent of nothing
 
 
