@@ -110,8 +110,12 @@ def _wanted(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}; use 1 or more")
     decode, prefill = batches(rows, context, tokens)
-    found = (decode,) if op == "rows" else (decode, prefill)
-    wanted = [(known[name], batch) for name in cases or known for batch in found]
+    wanted = [(known[name], batch) for name in cases or known for batch in (decode, prefill)]
+    if op == "rows":  # it has no tokens, and copies at most half of a pool
+        wanted = [
+            (known[name], Batch(min(rows, (known[name].shape[0] - 1) // 2), 0, 1))
+            for name in cases or known
+        ]
     for case, batch in wanted:
         _check_bytes(op, case, batch)
     return wanted
@@ -309,16 +313,27 @@ def main() -> None:
         print(text)
         return
     if args.json:
-        target.write_text(text + "\n")
+        try:
+            target.write_text(text + "\n")
+        except OSError as error:
+            parser.exit(2, f"bench: {target} cannot be written: {error.strerror}\n{text}\n")
     _print_table([TIMING_HEADER, *timing_lines(timings)])
 
 
 def _tune(op: str, **options: Any) -> None:
     """Tunes, keeps what was found and says where."""
     kind = platform.current().kind
+    try:
+        tuning.write(kind, {})  # rather fails now than with the figures
+    except OSError as error:
+        directory = tuning.user_directory()
+        raise ValueError(f"{directory} cannot be written ({error}); set XDG_CACHE_HOME") from error
     tuned = tune_op(op, **options)
     if not tuned:
-        raise ValueError(f"what runs {op} on {kind} has no block sizes to tune for these cases")
+        raise ValueError(
+            f"what runs {op} on {kind} has no block sizes to tune for these cases; those that have "
+            "some are kernels for TPU and GPU"
+        )
     path = tuning.write(kind, {x.key: x.entry() for x in tuned})
     rows = [("block size", "case", "ms by size", "own rule", "kept")]
     for x in tuned:

@@ -23,6 +23,27 @@ def check_float32(op: str, **arrays: jax.Array) -> None:
             raise ValueError(f"{op}: {name} must be float32, got {array.dtype}")
 
 
+def check_floating(op: str, **arrays: jax.Array) -> None:
+    """Raises ValueError unless every array has a floating-point dtype."""
+    for name, array in arrays.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{op}: {name} must be floating point, got {array.dtype}")
+
+
+def check_pool(op: str, **pools: jax.Array) -> None:
+    """Raises ValueError unless every pool holds floating-point values."""
+    for name, pool in pools.items():
+        if not jnp.issubdtype(value_dtype(pool.dtype), jnp.floating):
+            raise ValueError(f"{op}: {name} must hold floating point, got {pool.dtype}")
+
+
+def check_int32(op: str, **arrays: jax.Array) -> None:
+    """Raises ValueError unless every array is int32."""
+    for name, array in arrays.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{op}: {name} must be int32, got {array.dtype}")
+
+
 def check_state(op: str, state: jax.Array) -> None:
     """Raises ValueError unless a pool of states holds float32 or bfloat16."""
     if value_dtype(state.dtype) not in (jnp.float32, jnp.bfloat16):
@@ -32,10 +53,14 @@ def check_state(op: str, state: jax.Array) -> None:
 def check_rows(
     op: str, num_tokens: int, ragged: RaggedBatch, read_slots: jax.Array, write_slots: jax.Array
 ) -> None:
-    """Raises ValueError unless tokens, rows and slots fit each other."""
+    """Raises ValueError unless tokens, rows and slots fit each other.
+
+    The slots themselves are known on the device only: nobody checks their range.
+    """
+    ragged.check(num_tokens, op)
     rows = (ragged.num_rows_padded,)
     check_shapes(op, {"read_slots": (read_slots, rows), "write_slots": (write_slots, rows)})
-    ragged.check(num_tokens, op)
+    check_int32(op, read_slots=read_slots, write_slots=write_slots)
 
 
 def check_groups(op: str, v_heads: int, k_heads: int) -> None:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import jax
 
+PLATFORMS = ("cpu", "gpu", "tpu")
+
 
 class Device(NamedTuple):
     """The device that compiled code will run on."""
@@ -34,7 +36,12 @@ def target(platform: str, kind: str) -> Iterator[None]:
 
     Selection happens while tracing, and jit's cache does not know about it: trace a fresh function
     inside the context.
+
+    Raises:
+        ValueError: `platform` is not one of `PLATFORMS`.
     """
+    if platform not in PLATFORMS:
+        raise ValueError(f"unknown platform {platform!r}; use one of {', '.join(PLATFORMS)}")
     token = _target.set(Device(platform, kind))
     try:
         yield

@@ -47,6 +47,14 @@ class RaggedBatch:
     def check(self, num_tokens: int, op: str) -> None:
         """Raises ValueError, naming `op`, unless a flat axis of `num_tokens` fits this batch."""
         rows = self.num_rows_padded
+        if self.seq_lens.ndim != 1 or not rows or not num_tokens:
+            raise ValueError(
+                f"{op}: a batch has at least one row, of seq_lens [S], and one token, padding "
+                f"included; got seq_lens {self.seq_lens.shape} and {num_tokens} tokens"
+            )
+        for name in ("query_start_loc", "seq_lens", "counts"):
+            if (dtype := getattr(self, name).dtype) != jnp.int32:
+                raise ValueError(f"{op}: {name} must be int32, got {dtype}")
         if self.query_start_loc.shape != (rows + 1,) or self.counts.shape != (2,):
             raise ValueError(
                 f"{op}: {rows} rows need query_start_loc [{rows + 1}] and counts [2], "

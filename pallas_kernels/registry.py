@@ -7,10 +7,12 @@ on an accelerator is logged with the reason why each kernel refused.
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import pkgutil
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -70,7 +72,7 @@ class Selection:
     op: str
     facts: Facts
     implementation: str
-    fn: Callable[..., Any]
+    fn: Callable[..., Any] = field(compare=False)
     refused: tuple[tuple[str, str], ...]  # (implementation, reason), in the order asked
     forced: bool = False
 
@@ -83,6 +85,7 @@ class _Entry:
     load: Callable[[], Loaded]
     platform: str | None = None  # the only one it is for; None: any
     composed: bool = False  # of ops that choose, and report, for themselves
+    fuses: tuple[str, ...] = ()  # ops that it does itself
 
 
 @dataclass
@@ -110,7 +113,15 @@ class Registry:
         loaded = jax.named_scope(op)(fn), refuses
         self._add(op, implementation, _Entry(lambda: loaded, composed=composed))
 
-    def register_kernel(self, op: str, implementation: str, platform: str, function: str) -> None:
+    def register_kernel(
+        self,
+        op: str,
+        implementation: str,
+        platform: str,
+        function: str,
+        *,
+        fuses: Sequence[str] = (),
+    ) -> None:
         """Adds an implementation for one platform only, which no other pays the import of.
 
         Args:
@@ -118,6 +129,7 @@ class Registry:
             implementation: as for `register`.
             platform: tpu or gpu.
             function: "module:function"; the module has the `refuses` of the function beside it.
+            fuses: ops that it does itself: it refuses while one of them is forced.
         """
         module_name, _, name = function.partition(":")
 
@@ -126,7 +138,7 @@ class Registry:
             module = importlib.import_module(module_name)
             return jax.named_scope(op)(getattr(module, name)), module.refuses
 
-        self._add(op, implementation, _Entry(load, platform))
+        self._add(op, implementation, _Entry(load, platform, fuses=tuple(fuses)))
 
     def _add(self, op: str, implementation: str, entry: _Entry) -> None:
         entries = self._entries.setdefault(op, {})
@@ -135,12 +147,26 @@ class Registry:
         entries[implementation] = entry
 
     def implementations(self, op: str, platform: str | None = None) -> tuple[str, ...]:
-        """Names in the order asked, the reference last: all of them, or those for a platform."""
+        """Names in the order asked, the reference last: all of them, or those for a platform.
+
+        Raises:
+            ValueError: unknown op.
+        """
+        if op not in self._entries:
+            _import_ops()  # an op registers itself, and nobody may have used it yet
         if op not in self._entries:
             raise ValueError(f"unknown op {op!r}; known: {', '.join(sorted(self._entries))}")
         entries = self._entries[op]
         usable = (n for n in entries if not platform or entries[n].platform in (None, platform))
         return tuple(sorted(usable, key=lambda name: name == REFERENCE))
+
+    def check(self, op: str, implementation: str) -> None:
+        """Raises ValueError if the op or the implementation is unknown."""
+        known = self.implementations(op)
+        if implementation not in known:
+            raise ValueError(
+                f"{op}: unknown implementation {implementation!r}; known: {', '.join(known)}"
+            )
 
     def select(self, op: str, facts: Facts, forced: str | None = None) -> Selection:
         """The first implementation that does not refuse `facts`, or the one forced, here or around.
@@ -148,10 +174,10 @@ class Registry:
         Raises:
             ValueError: unknown op or name, or no candidate can run; the message has the reasons.
         """
-        known = self.implementations(op)
-        forced = forced or _forced.get().get(op)
-        if forced is not None and forced not in known:
-            raise ValueError(f"{op}: unknown implementation {forced!r}; known: {', '.join(known)}")
+        choices = _forced.get()
+        forced = choices.get(op) if forced is None else forced
+        if forced is not None:
+            self.check(op, forced)
         names = self.implementations(op, facts.platform) if forced is None else (forced,)
         refused: list[tuple[str, str]] = []
         for name in names:
@@ -160,8 +186,11 @@ class Registry:
                 refused.append((name, f"is for {entry.platform}, not for {facts.platform}"))
                 continue
             fn, refuses = entry.load()
+            apart = [fused for fused in entry.fuses if fused in choices]
             if facts.partitioned and name != REFERENCE:
                 reason = "XLA cannot cut a kernel over several devices"
+            elif apart:
+                reason = f"does {apart[0]} itself, which is forced to be {choices[apart[0]]}"
             else:
                 reason = refuses(facts)
             if reason is None:
@@ -170,7 +199,11 @@ class Registry:
                 return selection
             refused.append((name, reason))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
-        raise ValueError(f"{op}: no implementation can run on {facts.device_kind}: {reasons}")
+        here = ", ".join(self.implementations(op, facts.platform))
+        remedy = f"; force another one of {here}, or none" if forced is not None else ""
+        raise ValueError(
+            f"{op}: no implementation can run on {facts.device_kind}: {reasons}{remedy}"
+        )
 
     def report(self) -> tuple[Selection, ...]:
         """Every distinct choice made so far, oldest first."""
@@ -211,12 +244,14 @@ def partitioned(active: bool) -> Iterator[None]:
 def forcing(choices: Mapping[str, str]) -> Iterator[None]:
     """Forces, while tracing, the implementation of the ops that `choices` names.
 
+    What is forced around it stays forced. A thread that is started within sees nothing of it.
+
     Raises:
-        ValueError: an op is unknown.
+        ValueError: an op or an implementation is unknown.
     """
-    for op in choices:
-        implementations(op)
-    token = _forced.set(choices)
+    for op, implementation in choices.items():
+        _registry.check(op, implementation)
+    token = _forced.set({**_forced.get(), **choices})
     try:
         yield
     finally:
@@ -240,6 +275,12 @@ register_kernel = _registry.register_kernel
 implementations = _registry.implementations
 select = _registry.select
 report = _registry.report
+
+
+def _import_ops() -> None:
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.ispkg:
+            importlib.import_module(f"{__package__}.{module.name}")
 
 
 def never(facts: Facts) -> str | None:

@@ -53,7 +53,10 @@ def pick(name: str, shape: Sequence[int], candidates: Sequence[int], default: in
     if size is None:
         return default
     if size not in candidates:
-        logger.warning("%s: the tuned size %s is none of %s; %s", key, size, candidates, default)
+        logger.warning(
+            "%s: the tuned size %s is none of %s, so %s is used; tune again", key, size, candidates,
+            default,
+        )  # fmt: skip
         return default
     return size
 
@@ -71,8 +74,11 @@ def asking() -> Iterator[dict[str, Question]]:
 
 @contextmanager
 def trying(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Makes `pick` answer with `sizes`, by key. Trace a fresh function inside the context."""
-    token = _trial.set(sizes)
+    """Makes `pick` answer with `sizes`, by key, besides what is tried around it.
+
+    Trace a fresh function inside the context.
+    """
+    token = _trial.set({**_trial.get(), **sizes})
     try:
         yield
     finally:
@@ -94,10 +100,14 @@ def write(device_kind: str, entries: Mapping[str, Mapping[str, Any]]) -> Path:
     """Adds entries to the user's file of a device kind and returns its path.
 
     Each has "size", and whatever says how it was found.
+
+    Raises:
+        ValueError: the file that is there already is damaged.
+        OSError: it cannot be written.
     """
     path = user_directory() / file_name(device_kind)
     path.parent.mkdir(parents=True, exist_ok=True)
-    merged = _read(path) | dict(entries)
+    merged = _read(path, device_kind) | dict(entries)
     text = json.dumps({"device_kind": device_kind, "sizes": merged}, indent=2, sort_keys=True)
     path.write_text(text + "\n")
     _tuned.cache_clear()
@@ -107,14 +117,22 @@ def write(device_kind: str, entries: Mapping[str, Mapping[str, Any]]) -> Path:
 @functools.cache
 def _tuned(device_kind: str) -> Mapping[str, int]:
     name = file_name(device_kind)
-    entries = _read(PACKAGED / name) | _read(user_directory() / name)
+    directories = PACKAGED, user_directory()
+    entries = {k: e for d in directories for k, e in _read(d / name, device_kind).items()}
     return {key: entry["size"] for key, entry in entries.items()}
 
 
-def _read(path: Path) -> dict[str, Mapping[str, Any]]:
+def _read(path: Path, device_kind: str) -> dict[str, Mapping[str, Any]]:
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text())["sizes"])
+        content = json.loads(path.read_text())
+        entries = dict(content["sizes"])
+        if content["device_kind"] != device_kind:
+            raise ValueError(f"it is for {content['device_kind']!r}")
+        for key, entry in entries.items():
+            if type(entry["size"]) is not int:
+                raise ValueError(f"the size of {key!r} is {entry['size']!r}")
+        return entries
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no file of tuned sizes ({error!r}); remove it") from error

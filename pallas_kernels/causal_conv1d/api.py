@@ -7,7 +7,7 @@ import jax
 
 from pallas_kernels import registry
 from pallas_kernels.causal_conv1d import reference
-from pallas_kernels.checks import check_rows, check_shapes
+from pallas_kernels.checks import check_floating, check_pool, check_rows, check_shapes
 from pallas_kernels.ragged import RaggedBatch
 
 OP = "causal_conv1d"
@@ -54,8 +54,9 @@ def causal_conv1d(
             `storage.storage_dtype` of what the values shall be rounded to. Donate it to the
             surrounding jit to update it in place.
         ragged: row boundaries.
-        read_slots: i32[S], 0 (the null slot) for padding rows.
-        write_slots: i32[S], 0 for padding rows.
+        read_slots: i32[S] from 0 to slots - 1, which is not checked; 0 (the null slot) for padding
+            rows.
+        write_slots: i32[S], likewise.
         activation: "silu" or None.
         implementation: a registered name; None: as `registry.forcing` says, or as it chooses.
 
@@ -97,4 +98,6 @@ def _check(
     check_shapes(OP, expected)
     if activation not in ("silu", None):
         raise ValueError(f"{OP}: activation must be 'silu' or None, got {activation!r}")
+    check_floating(OP, x=x, weight=weight)
+    check_pool(OP, state=state)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)

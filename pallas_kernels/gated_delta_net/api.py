@@ -4,14 +4,24 @@ import jax
 
 from pallas_kernels import registry
 from pallas_kernels.causal_conv1d import state_shape
-from pallas_kernels.checks import check_float32, check_groups, check_rows, check_shapes, check_state
+from pallas_kernels.checks import (
+    check_float32,
+    check_floating,
+    check_groups,
+    check_rows,
+    check_shapes,
+    check_state,
+)
 from pallas_kernels.gated_delta_net import reference
 from pallas_kernels.gated_delta_net.operands import States, Weights
 from pallas_kernels.ragged import RaggedBatch
 
 OP = "gated_delta_net"
 registry.register(OP, registry.REFERENCE, reference.gated_delta_net, registry.never, composed=True)
-registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:gated_delta_net")
+registry.register_kernel(
+    OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:gated_delta_net",
+    fuses=("causal_conv1d", "gated_delta_rule"),
+)  # fmt: skip
 
 
 def gated_delta_net(
@@ -44,8 +54,9 @@ def gated_delta_net(
         state: the pools, see `States`: dtype `storage.storage_dtype` of that of qkv for the
             convolution, and of float32 or bfloat16 for the recurrence.
         ragged: row boundaries.
-        read_slots: i32[S], 0 (the null slot) for padding rows.
-        write_slots: i32[S], 0 for padding rows.
+        read_slots: i32[S] from 0 to slots - 1, which is not checked; 0 (the null slot) for padding
+            rows.
+        write_slots: i32[S], likewise.
         weights: of the layer, see `Weights`.
         k_heads: Hk; key head j serves value heads [j * Hv / Hk, (j + 1) * Hv / Hk).
         allow_neg_eigval: beta is doubled.
@@ -102,4 +113,5 @@ def _check(
     check_shapes(OP, expected)
     check_float32(OP, **{"weights.A_log": weights.A_log, "weights.dt_bias": weights.dt_bias})
     check_state(OP, state.recurrent)
+    check_floating(OP, qkv=qkv, a=a, b=b)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)

@@ -3,7 +3,14 @@
 import jax
 
 from pallas_kernels import registry
-from pallas_kernels.checks import check_float32, check_groups, check_rows, check_shapes, check_state
+from pallas_kernels.checks import (
+    check_float32,
+    check_floating,
+    check_groups,
+    check_rows,
+    check_shapes,
+    check_state,
+)
 from pallas_kernels.gated_delta_rule import reference
 from pallas_kernels.ragged import RaggedBatch
 
@@ -45,8 +52,9 @@ def gated_delta_rule(
         state: [slots, Hv, dk, dv]; dtype `storage.storage_dtype` of float32 or bfloat16, to which
             states are rounded when written. Donate it to the surrounding jit to update it in place.
         ragged: row boundaries.
-        read_slots: i32[S], 0 (the null slot) for padding rows.
-        write_slots: i32[S], 0 for padding rows.
+        read_slots: i32[S] from 0 to slots - 1, which is not checked; 0 (the null slot) for padding
+            rows.
+        write_slots: i32[S], likewise.
         scale: factor on q; None: dk ** -0.5.
         l2norm: normalise q and k per head, x * rsqrt(sum x^2 + 1e-6), before the scale.
         implementation: a registered name; None: as `registry.forcing` says, or as it chooses.
@@ -88,4 +96,5 @@ def _check(
     check_float32(OP, g=g, beta=beta)
     check_state(OP, state)
     check_groups(OP, v_heads, k_heads)
+    check_floating(OP, q=q, k=k, v=v)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)

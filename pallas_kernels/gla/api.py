@@ -3,7 +3,13 @@
 import jax
 
 from pallas_kernels import registry
-from pallas_kernels.checks import check_float32, check_groups, check_rows, check_shapes
+from pallas_kernels.checks import (
+    check_float32,
+    check_floating,
+    check_groups,
+    check_rows,
+    check_shapes,
+)
 from pallas_kernels.gla import reference
 from pallas_kernels.ragged import RaggedBatch
 
@@ -41,10 +47,11 @@ def gla(
         g: f32[T, Hv] log decay, <= 0; or f32[T, Hv, dk], one per key channel.
         state: f32[slots, Hv, dk, dv]; donate it to the surrounding jit to update it in place.
         ragged: row boundaries.
-        read_slots: i32[S], 0 (the null slot) for padding rows.
-        write_slots: i32[S], 0 for padding rows.
+        read_slots: i32[S] from 0 to slots - 1, which is not checked; 0 (the null slot) for padding
+            rows.
+        write_slots: i32[S], likewise.
         scale: factor on q; None: dk ** -0.5.
-        implementation: a registered name, or None to let the registry choose.
+        implementation: a registered name; None: as `registry.forcing` says, or as it chooses.
 
     Returns:
         out [T, Hv, dv] in the dtype of v (0 for padding tokens), and the new `state`.
@@ -80,4 +87,5 @@ def _check(
     })  # fmt: skip
     check_float32(OP, g=g, state=state)
     check_groups(OP, v_heads, k_heads)
+    check_floating(OP, q=q, k=k, v=v)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)

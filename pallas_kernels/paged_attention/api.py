@@ -1,10 +1,9 @@
 """The call that layers make: checks shapes, selects an implementation, runs it."""
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import registry
-from pallas_kernels.checks import check_shapes
+from pallas_kernels.checks import check_floating, check_int32, check_pool, check_shapes
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.pages import pages_shape
 from pallas_kernels.ragged import RaggedBatch
@@ -99,8 +98,9 @@ def _check(
     check_shapes(OP, expected)
     if q_heads % kv_heads:
         raise ValueError(f"{OP}: {q_heads} query heads are not a multiple of {kv_heads} KV heads")
-    if table.dtype != jnp.int32:
-        raise ValueError(f"{OP}: table must be int32, got {table.dtype}")
+    check_int32(OP, table=table)
+    check_floating(OP, q=q, k=k, v=v)
+    check_pool(OP, pages=pages)
     if window is not None and window < 1:
         raise ValueError(f"{OP}: window must be at least 1, got {window}")
     if softcap is not None and softcap <= 0:

@@ -25,9 +25,9 @@ def copy_rows(
 
     Args:
         pool: [N, ...] slots or pages; donate it to the surrounding jit to update it in place.
-        sources: i32[n] rows to read.
-        targets: i32[n] rows to write, 0 for padding.
-        implementation: a registered name, or None to let the registry choose.
+        sources: i32[n] rows to read, from 0 to N - 1, which is not checked.
+        targets: i32[n] rows to write, likewise; 0 for padding.
+        implementation: a registered name; None: as `registry.forcing` says, or as it chooses.
     """
     return _write(pool, sources, targets, implementation)
 
@@ -37,8 +37,8 @@ def clear_rows(pool: jax.Array, rows: jax.Array, *, implementation: str | None =
 
     Args:
         pool: [N, ...] slots or pages; donate it to the surrounding jit to update it in place.
-        rows: i32[n] rows to clear, 0 for padding.
-        implementation: a registered name, or None to let the registry choose.
+        rows: i32[n] rows to clear, from 0 to N - 1, which is not checked; 0 for padding.
+        implementation: a registered name; None: as `registry.forcing` says, or as it chooses.
     """
     return _write(pool, None, rows, implementation)
 

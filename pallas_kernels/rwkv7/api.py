@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels import registry
-from pallas_kernels.checks import check_float32, check_rows, check_shapes
+from pallas_kernels.checks import check_float32, check_floating, check_rows, check_shapes
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.rwkv7 import reference
 
@@ -44,9 +44,10 @@ def rwkv7(
         b: [T, H, dk] and where it is added.
         state: f32[slots, dk, H * dv]; donate it to the surrounding jit to update it in place.
         ragged: row boundaries.
-        read_slots: i32[S], 0 (the null slot) for padding rows.
-        write_slots: i32[S], 0 for padding rows.
-        implementation: a registered name, or None to let the registry choose.
+        read_slots: i32[S] from 0 to slots - 1, which is not checked; 0 (the null slot) for padding
+            rows.
+        write_slots: i32[S], likewise.
+        implementation: a registered name; None: as `registry.forcing` says, or as it chooses.
 
     Returns:
         out [T, H, dv] in the dtype of v (0 for padding tokens), and the new `state`.
@@ -58,6 +59,7 @@ def rwkv7(
     expected = {name: (x, keys) for name, x in (("r", r), ("w", w), ("k", k), ("a", a), ("b", b))}
     check_shapes(OP, {**expected, "state": (state, (state.shape[0], keys[2], heads * dv))})
     check_float32(OP, w=w, state=state)
+    check_floating(OP, r=r, k=k, v=v, a=a, b=b)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)
     facts = registry.Facts.of(
         r=r, k=k, v=v, a=a, b=b, state=state, rows=ragged.num_rows_padded,

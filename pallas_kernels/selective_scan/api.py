@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels import registry
-from pallas_kernels.checks import check_float32, check_rows, check_shapes
+from pallas_kernels.checks import check_float32, check_floating, check_rows, check_shapes
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.selective_scan import reference
 
@@ -46,9 +46,10 @@ def selective_scan(
         dt_bias: f32[E] or None.
         state: f32[slots, N, E]; donate it to the surrounding jit to update it in place.
         ragged: row boundaries.
-        read_slots: i32[S], 0 (the null slot) for padding rows.
-        write_slots: i32[S], 0 for padding rows.
-        implementation: a registered name, or None to let the registry choose.
+        read_slots: i32[S] from 0 to slots - 1, which is not checked; 0 (the null slot) for padding
+            rows.
+        write_slots: i32[S], likewise.
+        implementation: a registered name; None: as `registry.forcing` says, or as it chooses.
 
     Returns:
         y [T, E] in the dtype of x (0 for padding tokens), and the new `state`.
@@ -66,6 +67,7 @@ def selective_scan(
         **{n: (p, (channels,)) for n, p in (("D", D), ("dt_bias", dt_bias)) if p is not None},
     })  # fmt: skip
     check_float32(OP, A=A, state=state)
+    check_floating(OP, x=x, dt=dt, B=B, C=C)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)
     facts = registry.Facts.of(
         x=x, dt=dt, B=B, C=C, state=state, rows=ragged.num_rows_padded,

@@ -3,7 +3,13 @@
 import jax
 
 from pallas_kernels import registry
-from pallas_kernels.checks import check_float32, check_groups, check_rows, check_shapes
+from pallas_kernels.checks import (
+    check_float32,
+    check_floating,
+    check_groups,
+    check_rows,
+    check_shapes,
+)
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.ssd import reference
 
@@ -47,10 +53,11 @@ def ssd(
         dt_bias: f32[H] or None.
         state: f32[slots, N, H * P]; donate it to the surrounding jit to update it in place.
         ragged: row boundaries.
-        read_slots: i32[S], 0 (the null slot) for padding rows.
-        write_slots: i32[S], 0 for padding rows.
+        read_slots: i32[S] from 0 to slots - 1, which is not checked; 0 (the null slot) for padding
+            rows.
+        write_slots: i32[S], likewise.
         dt_limit: lowest and highest dt after the softplus.
-        implementation: a registered name, or None to let the registry choose.
+        implementation: a registered name; None: as `registry.forcing` says, or as it chooses.
 
     Returns:
         y [T, H, P] in the dtype of x (0 for padding tokens), and the new `state`.
@@ -96,4 +103,5 @@ def _check(
     check_groups(OP, heads, groups)
     if not 0 <= dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"{OP}: dt_limit must be 0 <= lowest <= highest, got {dt_limit}")
+    check_floating(OP, x=x, dt=dt, B=B, C=C)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import gla as op
 from pallas_kernels import registry
 from pallas_kernels.gla.cases import CASES, Case
+from pallas_kernels.ragged import RaggedBatch
 from tests.helpers import slots
 from tests.helpers.ragged import Rows, gla_oracle
 from tests.helpers.slots import BATCHES, Tokens, log_decay, rounded, unit
@@ -106,6 +107,10 @@ def test_gradients_of_both_forms_agree() -> None:
         ({"g": jnp.zeros((2, 4), jnp.bfloat16)}, "g must be float32"),
         ({"state": jnp.zeros((3, 4, 8, 4))}, "state must be"),
         ({"write_slots": jnp.zeros(3, jnp.int32)}, "write_slots must be"),
+        ({"read_slots": jnp.zeros(2)}, "read_slots must be int32, got float32"),
+        ({"v": jnp.zeros((2, 4, 6), jnp.int32)}, "v must be floating point, got int32"),
+        ({"ragged": RaggedBatch(*[jnp.zeros(n) for n in (3, 2, 2)], True)}, "loc must be int32"),
+        ({"ragged": RaggedBatch(*[jnp.zeros(n) for n in (1, 0, 2)], True)}, "at least one row"),
         ({"q": jnp.zeros((2, 3, 8)), "k": jnp.zeros((2, 3, 8))}, "not a multiple"),
     ],
 )

@@ -277,6 +277,7 @@ def test_window_does_not_see_further() -> None:
         ({"pages": jnp.zeros((4, 4, 2, 8))}, "pages must be"),
         ({"table": jnp.zeros((3, 2), jnp.int32)}, "table must be"),
         ({"table": jnp.zeros((2, 2), jnp.int16)}, "table must be int32"),
+        ({"pages": jnp.zeros((4, 4, 4, 8), jnp.int32)}, "pages must hold floating point"),
         ({"sinks": jnp.zeros(3)}, "sinks must be"),
         ({"implementation": "nonsense"}, "known: .*reference"),
     ],

@@ -39,7 +39,9 @@ def test_the_order_of_answers(own_files: Path) -> None:
     assert pick() == 4  # the kernel's own rule
     packaged = own_files / "packaged" / tuning.file_name(KIND)
     packaged.parent.mkdir()
-    packaged.write_text(json.dumps({"sizes": {KEY: {"size": 2}, "op.size 1": {"size": 9}}}))
+    packaged.write_text(
+        json.dumps({"device_kind": KIND, "sizes": {KEY: {"size": 2}, "op.size 1": {"size": 9}}})
+    )
     tuning._tuned.cache_clear()
     assert pick() == 2
     tuning.write(KIND, {KEY: {"size": 1}})
@@ -55,7 +57,7 @@ def test_a_size_that_does_not_work_any_more_is_left_aside(caplog: pytest.LogCapt
     tuning.write(KIND, {KEY: {"size": 3}})
     with caplog.at_level(logging.WARNING):
         assert pick() == 4
-    assert "op.size 4x8: the tuned size 3 is none of (1, 2, 4)" in caplog.text
+    assert "op.size 4x8: the tuned size 3 is none of (1, 2, 4), so 4 is used" in caplog.text
 
 
 def test_writing_keeps_what_others_wrote_and_damage_is_named(own_files: Path) -> None:
@@ -63,10 +65,14 @@ def test_writing_keeps_what_others_wrote_and_damage_is_named(own_files: Path) ->
     path = tuning.write(KIND, {"op.other 3": {"size": 7}})
     assert path == own_files / "cache/hybrid-jax/tuned/tpu_v6_lite.json"
     assert set(json.loads(path.read_text())["sizes"]) == {KEY, "op.other 3"}
-    path.write_text("{")
-    tuning._tuned.cache_clear()
-    with pytest.raises(ValueError, match=r"tpu_v6_lite.json is no file of tuned sizes .*remove"):
-        pick()
+    for content in ("{", "[]", '{"sizes": {"a": 3}, "device_kind": "TPU v6 lite"}',
+                    '{"sizes": {"a": {}}, "device_kind": "TPU v6 lite"}',
+                    '{"sizes": {"a": {"size": 2.0}}, "device_kind": "TPU v6 lite"}',
+                    '{"sizes": {}, "device_kind": "TPU v4"}'):  # fmt: skip
+        path.write_text(content)
+        tuning._tuned.cache_clear()
+        with pytest.raises(ValueError, match=r"v6_lite.json is no file of tuned sizes .*remove"):
+            pick()
 
 
 def test_kernels_ask(own_files: Path) -> None:

@@ -151,14 +151,43 @@ def test_kernels_refuse_code_that_is_cut_over_devices() -> None:
 def test_forcing_names_an_op_that_exists_and_is_undone() -> None:
     from pallas_kernels.causal_conv1d import api
 
-    with forcing({api.OP: "nonsense"}):
-        with pytest.raises(ValueError, match="unknown implementation 'nonsense'"):
+    with forcing({api.OP: "triton_gpu"}):
+        with (
+            forcing({"rows": "reference"}),
+            pytest.raises(ValueError, match="force another one of"),
+        ):
             select(api.OP, facts(8))
-        with forcing({}):
-            assert select(api.OP, facts(8)).implementation == "reference"
-    assert select(api.OP, facts(8)).implementation == "reference"
+        with forcing({api.OP: "reference"}):
+            assert select(api.OP, facts(8)).forced
+    assert not select(api.OP, facts(8)).forced
+    for name in ("nonsense", ""):
+        with pytest.raises(ValueError, match=f"unknown implementation '{name}'"):
+            forcing({api.OP: name}).__enter__()
+        with pytest.raises(ValueError, match=f"unknown implementation '{name}'"):
+            select(api.OP, facts(8), name)
     with pytest.raises(ValueError, match="unknown op 'other'; known: .*causal_conv1d"):
         forcing({"other": "some"}).__enter__()
+
+
+def test_a_fused_kernel_makes_way_for_a_forced_part(registry: Registry) -> None:
+    registry.register_kernel("whole", "fused", "tpu", f"{__name__}:fused", fuses=("rows",))
+    registry.register("whole", "reference", lambda: None, never)
+    with platform.target("tpu", "test tpu"):
+        assert registry.select("whole", Facts.of()).implementation == "fused"
+        with forcing({"rows": "reference"}):
+            choice = registry.select("whole", Facts.of())
+            assert choice.implementation == "reference"
+            reason = "does rows itself, which is forced to be reference"
+            assert choice.refused == (("fused", reason),)
+            with pytest.raises(ValueError, match="does rows itself"):
+                registry.select("whole", Facts.of(), "fused")
+
+
+def fused() -> None:
+    """Found by name."""
+
+
+refuses = never
 
 
 def test_recording_counts_choices_and_keeps_them_out_of_the_report(registry: Registry) -> None:
