@@ -97,12 +97,13 @@ def test_more_small_shapes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", MIXED_BATCHES)
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name.startswith("tiny")], ids=lambda c: c.name
+    ("name", "batch"),
+    [(name, "mixed") for name in CASE if name.startswith("tiny")]
+    + [("tiny_everything", batch) for batch in MIXED_BATCHES if batch != "mixed"],
 )
-def test_small_shapes_of_prefill(case: Case, batch: str) -> None:
-    check(Setup(case, MIXED_BATCHES[batch]))
+def test_small_shapes_of_prefill(name: str, batch: str) -> None:
+    check(Setup(CASE[name], MIXED_BATCHES[batch]))
 
 
 @pytest.mark.slow
