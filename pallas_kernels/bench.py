@@ -109,13 +109,13 @@ def _wanted(
             raise ValueError(f"{op} has no case {name!r}; known: {', '.join(known)}")
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}; use 1 or more")
-    decode, prefill = batches(rows, context, tokens)
-    wanted = [(known[name], batch) for name in cases or known for batch in (decode, prefill)]
-    if op == "rows":  # it has no tokens, and copies at most half of a pool
-        wanted = [
-            (known[name], Batch(min(rows, (known[name].shape[0] - 1) // 2), 0, 1))
-            for name in cases or known
-        ]
+    both = batches(rows, context, tokens)
+
+    def batches_of(case: Any) -> tuple[Batch, ...]:
+        # `rows` has no tokens, and copies at most half of a pool.
+        return (Batch(min(rows, (case.shape[0] - 1) // 2), 0, 1),) if op == "rows" else both
+
+    wanted = [(known[name], batch) for name in cases or known for batch in batches_of(known[name])]
     for case, batch in wanted:
         _check_bytes(op, case, batch)
     return wanted

@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu_rows
+from pallas_kernels.tpu_chip import SUBLANES
 from pallas_kernels.tpu_rows import CHUNK, F32
 
-SUBLANES = 8  # tokens in a vector
 LARGEST = 76.0  # e^76 times a key is a number in float32, and in bfloat16
 
 
