@@ -35,7 +35,7 @@ from pallas_kernels.paged_attention.tpu_layout import (
     modulo,
     precision,
 )
-from pallas_kernels.paged_attention.tpu_prefill_layout import SLOTS, PrefillLayout
+from pallas_kernels.paged_attention.tpu_prefill_layout import SLOTS, SUBLANES, PrefillLayout
 from pallas_kernels.ragged import RaggedBatch
 
 # In the cursor: row, first token and index of the next block to copy; blocks copied and used so
@@ -65,7 +65,7 @@ class _Refs(NamedTuple):
     scores: Any  # f32[2, block tokens, rows]
     change: Any  # f32[2, 2, 1, rows] highest score with these, and its factor on older weights
     highest: Any  # f32[K, parts, 1, rows] highest score so far
-    sums: Any  # f32[K, parts, H + rows of ones, rows] weighted sums of V, and those of weights
+    sums: Any  # f32[K, parts, H + 8, rows] weighted sums of V, and those of weights
     cursor: Any  # i32[6], see ROW
     page_sems: Any
     in_sems: Any  # of each part of a tile
@@ -152,7 +152,7 @@ def _scratch(layout: PrefillLayout, dtype: Any, pages_dtype: Any) -> list[Any]:
         pltpu.VMEM((2, tokens, layout.rows), F32),
         pltpu.VMEM((2, 2, 1, layout.rows), F32),
         state,
-        pltpu.VMEM((heads, layout.parts, dim + layout.sum_rows, layout.rows), F32),
+        pltpu.VMEM((heads, layout.parts, dim + SUBLANES, layout.rows), F32),
         pltpu.SMEM((6,), jnp.int32),
         pltpu.SemaphoreType.DMA((SLOTS,)),
         pltpu.SemaphoreType.DMA((layout.parts,)),
@@ -337,7 +337,7 @@ def _factor(options: Options) -> float:
 
 def _clear_part(ref: _Refs, layout: PrefillLayout, options: Options, part: jax.Array) -> None:
     """The softmax of no tokens; a sink is a score with V = 0."""
-    weight = jnp.full((layout.sum_rows, layout.rows), float(options.sinks), F32)
+    weight = jnp.full((SUBLANES, layout.rows), float(options.sinks), F32)
     for j in range(layout.kv_heads):
         lowest = jnp.full((1, layout.rows), LOWEST, F32)
         ref.highest[j, part] = ref.sinks[j] if options.sinks else lowest
@@ -397,7 +397,8 @@ def _attend(
 ) -> None:  # fmt: skip
     """Parts [low, high) of the tile and all heads with the first keys of the block.
 
-    While the weights of one product are computed, so are the scores of the next.
+    While the weights of one product are computed, so are the scores of the next, piece by piece of
+    their rows: what is alive at a time has to fit registers.
     """
     rows, heads, unroll = layout.rows, layout.kv_heads, layout.unroll
     turns = divide((high - low) * heads, unroll)
@@ -409,68 +410,67 @@ def _attend(
         per_part = heads // unroll
         return unroll * modulo(i, per_part) + n, low + divide(i, per_part)
 
-    def compute(i: jax.Array, n: int) -> None:
+    def compute(i: jax.Array, n: int, lanes: slice) -> None:
         head, part = locate(i, n)
-        at = pl.ds(pl.multiple_of(part * rows, rows), rows)
+        width, keys = lanes.stop - lanes.start, layout.seen_keys(num_keys, lanes.stop)
+        at = pl.ds(pl.multiple_of(part * rows + lanes.start, width), width)
         scores = lax.dot_general(
-            ref.keys[head, :num_keys], ref.queries[head, at], (((1,), (1,)), ((), ())),
+            ref.keys[head, :keys], ref.queries[head, at], (((1,), (1,)), ((), ())),
             precision=precision(ref.keys.dtype), preferred_element_type=F32,
         )  # fmt: skip
         if options.softcap is not None:
             scores = jnp.tanh(scores) * (options.softcap * LOG2E)
         if masked:
             # Without a window all queries see the first keys: narrower products would do otherwise.
-            sure = 0 if options.window is not None else layout.sure_keys(num_keys)
-            mask = _seen((num_keys - sure, rows), layout, options, part, offset + sure)
+            sure = 0 if options.window is not None else layout.sure_keys(num_keys, lanes.start)
+            first = divide(part * rows + lanes.start, layout.groups) - offset - sure
+            mask = _seen((keys - sure, width), layout, options, first)
             edge = jnp.where(mask, scores[sure:], LOWEST)
             scores = jnp.concatenate([scores[:sure], edge], 0) if sure else edge
-        old = ref.highest[head, part]
+        old = ref.highest[head, part, :, lanes]
         new = jnp.maximum(old, jnp.max(scores, axis=0, keepdims=True))
-        ref.scores[n % 2, :num_keys] = scores
-        ref.highest[head, part] = new
-        # `use` reads these and not `highest`, which the next `compute` changes: it need not wait.
-        ref.change[n % 2, 0], ref.change[n % 2, 1] = new, jnp.exp2(old - new)
-
-    def use(i: jax.Array, n: int) -> None:
-        head, part = locate(i, n)
-        _add(ref, head, part, ref.scores[n % 2, :num_keys], *ref.change[n % 2])
+        ref.scores[n % 2, :keys, lanes] = scores
+        ref.highest[head, part, :, lanes] = new
+        # `_add` reads these and not `highest`, which the next `compute` changes: it need not wait.
+        ref.change[n % 2, 0, :, lanes], ref.change[n % 2, 1, :, lanes] = new, jnp.exp2(old - new)
 
     @pl.when(turns > 0)
     def _() -> None:
-        compute(jnp.int32(0), 0)
+        for lanes in layout.row_pieces:
+            compute(jnp.int32(0), 0, lanes)
 
     def do_turn(i: jax.Array, _: None) -> None:
-        for n in range(1, unroll):
-            compute(i, n)
-            use(i, n - 1)
-        compute(jnp.minimum(i + 1, turns - 1), 0)
-        use(i, unroll - 1)
+        for n in range(unroll):
+            for lanes in layout.row_pieces:
+                if n + 1 < unroll:
+                    compute(i, n + 1, lanes)
+                else:
+                    compute(jnp.minimum(i + 1, turns - 1), 0, lanes)
+                _add(ref, *locate(i, n), n % 2, layout.seen_keys(num_keys, lanes.stop), lanes)
 
     lax.fori_loop(0, turns, do_turn, None)
 
 
 def _seen(
-    shape: tuple[int, ...], layout: PrefillLayout, options: Options, part: jax.Array,
-    offset: jax.Array,
-) -> jax.Array:  # fmt: skip
-    """bool[keys, rows]: which keys the queries of a part see."""
+    shape: tuple[int, ...], layout: PrefillLayout, options: Options, first: jax.Array
+) -> jax.Array:
+    """bool[keys, rows]: which keys queries see; the first is as many tokens after the first key."""
     shift = layout.groups.bit_length() - 1
     row = lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
-    query = (row >> shift) + (part * layout.row_tokens - offset)
+    query = (row >> shift) + first
     key = lax.broadcasted_iota(jnp.int32, shape, 0)
     seen = key <= query
     return seen if options.window is None else seen & (key > query - options.window)
 
 
-def _add(
-    ref: _Refs, head: jax.Array, part: jax.Array, scores: jax.Array, highest: jax.Array,
-    rescale: jax.Array,
-) -> None:  # fmt: skip
-    """Adds the block's tokens to the softmax of a part of the rows of a head."""
-    weights = jnp.exp2(scores - highest)
-    values = ref.values[head, :, : scores.shape[0]]
+def _add(ref: _Refs, head: jax.Array, part: jax.Array, which: int, keys: int, lanes: slice) -> None:
+    """Adds the block's first keys to the softmax of a piece of the rows of a head."""
+    highest, rescale = ref.change[which, 0, :, lanes], ref.change[which, 1, :, lanes]
+    weights = jnp.exp2(ref.scores[which, :keys, lanes] - highest)
+    values = ref.values[head, :, :keys]
     added = lax.dot_general(
         values, weights.astype(values.dtype), (((1,), (0,)), ((), ())),
         precision=precision(values.dtype), preferred_element_type=F32,
     )  # fmt: skip
-    ref.sums[head, part] = ref.sums[head, part] * rescale + added
+    sums = ref.sums[head, part, :, lanes] * rescale
+    ref.sums[head, part, :, lanes] = sums + added[: sums.shape[0]]

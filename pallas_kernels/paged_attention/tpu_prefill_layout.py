@@ -11,11 +11,12 @@ from pallas_kernels.registry import ArrayFacts
 SUBLANES = 8
 SLOTS = 2  # blocks of pages in VMEM: one in use, one on its way
 TILE = 512  # tokens, as far as they fit
-ROWS = 512
-WIDTH_STEP = 256
+ROWS = 512  # of one head in one product
+ROW_PIECE = 256  # of them, under way at a time: the width of the matrix unit
+WIDTH_STEP = 128
 BLOCK_TOKENS = 1024
 SMALLEST_TILE = 2 * SUBLANES
-SMALLEST_ROWS = LANES  # of one head in one product: they lie along lanes
+SMALLEST_ROWS = LANES  # they lie along lanes
 UNROLL = 4  # products of a turn of the inner loop
 PIECE_TOKENS = 256  # whose K and V are taken apart at a time
 
@@ -78,6 +79,12 @@ class PrefillLayout(NamedTuple):
         return self.rows // self.groups
 
     @property
+    def row_pieces(self) -> list[slice]:
+        """Pieces of a product's rows, of which scores and weights are computed in turn."""
+        step = min(ROW_PIECE, self.rows)
+        return [slice(at, at + step) for at in range(0, self.rows, step)]
+
+    @property
     def parts(self) -> int:
         """Products with the queries of one head of a tile."""
         return self.tile * self.groups // self.rows
@@ -106,9 +113,21 @@ class PrefillLayout(NamedTuple):
         """Tokens of a part of a tile of so many tokens, which may end before it."""
         return jnp.clip(length - part * self.row_tokens, 0, self.row_tokens)
 
-    def sure_keys(self, num_keys: int) -> int:
-        """Which first keys of a product no diagonal hides: all but the last step and the parts."""
-        unsure = self.width_step + self.pair_parts * self.row_tokens
+    def seen_keys(self, num_keys: int, row: int) -> int:
+        """How many keys of a product the rows before `row` may see.
+
+        After the last key of one that is narrower than the block, no query of a part comes.
+        """
+        if num_keys == self.pages.block_tokens:
+            return num_keys
+        return max(num_keys - (self.rows - row) // self.groups, SUBLANES)
+
+    def sure_keys(self, num_keys: int, row: int) -> int:
+        """Which first keys of a product no diagonal hides from `row` on.
+
+        All but the last step and the parts up to there.
+        """
+        unsure = self.width_step + self.pair_parts * self.row_tokens - row // self.groups
         return max(num_keys - unsure, 0) & -SUBLANES
 
     @property

@@ -100,6 +100,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu_layout, "CHUNK_ROWS", 64)
     monkeypatch.setattr(tpu_prefill_layout, "TILE", 32)
     monkeypatch.setattr(tpu_prefill_layout, "ROWS", 64)
+    monkeypatch.setattr(tpu_prefill_layout, "ROW_PIECE", 32)
     monkeypatch.setattr(tpu_prefill_layout, "SMALLEST_ROWS", 8)
     monkeypatch.setattr(tpu_prefill_layout, "BLOCK_TOKENS", 256)
     monkeypatch.setattr(tpu_prefill_layout, "WIDTH_STEP", 128)
