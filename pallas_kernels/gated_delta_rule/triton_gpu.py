@@ -4,12 +4,10 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import gpu_chip
+from pallas_kernels import gpu_chip, gpu_chunks
 from pallas_kernels.gated_delta_rule import gpu_decode, gpu_prefill
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
-
-MAX_PREFILL_DIM = 128  # its state's columns stay in registers
 
 
 def refuses(facts: Facts) -> str | None:
@@ -20,11 +18,7 @@ def refuses(facts: Facts) -> str | None:
         return reason
     if len(facts.values["g"].shape) == 3:
         return "has one decay per head in prefill, not one per key channel"
-    if (dtype := facts.values["q"].dtype) != "bfloat16":
-        return f"prefill takes q, k and v in bfloat16, not {dtype}"
-    if state.shape[2] > MAX_PREFILL_DIM:
-        return f"prefill holds {MAX_PREFILL_DIM} key channels, not {state.shape[2]}"
-    return None
+    return gpu_chunks.refuses(facts, "q", "k", "v", channels=state.shape[2])
 
 
 def gated_delta_rule(

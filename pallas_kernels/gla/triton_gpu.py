@@ -1,22 +1,24 @@
-"""Gated linear attention on NVIDIA GPUs: which calls the Triton kernel takes."""
+"""Gated linear attention on NVIDIA GPUs: which calls the Triton kernels take."""
 
 from typing import Any
 
 import jax
 
-from pallas_kernels import gpu_chip
-from pallas_kernels.gla import gpu_decode
+from pallas_kernels import gpu_chip, gpu_chunks
+from pallas_kernels.gla import gpu_decode, gpu_prefill
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
 
 
 def refuses(facts: Facts) -> str | None:
-    """Why this kernel cannot run, or None."""
-    return (
-        gpu_chip.refuses(facts)
-        or gpu_chip.refuses_prefill(facts)
-        or gpu_chip.refuses_state(facts.values["state"].shape[2])
-    )
+    """Why these kernels cannot run, or None."""
+    state = facts.values["state"]
+    reason = gpu_chip.refuses(facts) or gpu_chip.refuses_state(state.shape[2])
+    if reason is not None or facts.values["decode_only"]:
+        return reason
+    if len(facts.values["g"].shape) == 3:
+        return "has one decay per head in prefill, not one per key channel"
+    return gpu_chunks.refuses(facts, "q", "k", "v", channels=state.shape[2])
 
 
 def gla(
@@ -33,11 +35,9 @@ def gla(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.gla`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
-    return gpu_decode.decode(
-        (q, k, v, g),
-        state,
-        ragged,
-        (read_slots, write_slots),
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        interpret=interpret,
-    )
+    tokens, slots = (q, k, v, g), (read_slots, write_slots)
+    options = {"scale": q.shape[-1] ** -0.5 if scale is None else scale, "interpret": interpret}
+    out, state = gpu_decode.decode(tokens, state, ragged, slots, **options)
+    if ragged.decode_only:
+        return out, state
+    return gpu_prefill.prefill(tokens, out, state, ragged, slots, **options)

@@ -1,4 +1,4 @@
-"""Mamba-2's recurrence on NVIDIA GPUs: which calls the Triton kernel takes.
+"""Mamba-2's recurrence on NVIDIA GPUs: which calls the Triton kernels take.
 
 The step sizes, one per head, come from XLA.
 """
@@ -7,20 +7,20 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import gpu_chip
+from pallas_kernels import gpu_chip, gpu_chunks
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
-from pallas_kernels.ssd import gpu_decode
+from pallas_kernels.ssd import gpu_decode, gpu_prefill
 from pallas_kernels.ssd.reference import F32, step_size
 
 
 def refuses(facts: Facts) -> str | None:
-    """Why this kernel cannot run, or None."""
-    return (
-        gpu_chip.refuses(facts)
-        or gpu_chip.refuses_prefill(facts)
-        or gpu_chip.refuses_state(facts.values["state"].shape[1])
-    )
+    """Why these kernels cannot run, or None."""
+    channels = facts.values["state"].shape[1]
+    reason = gpu_chip.refuses(facts) or gpu_chip.refuses_state(channels)
+    if reason is not None or facts.values["decode_only"]:
+        return reason
+    return gpu_chunks.refuses(facts, "x", "B", "C", channels=channels)
 
 
 def ssd(
@@ -41,5 +41,8 @@ def ssd(
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.ssd`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
     dt, skip = step_size(dt, dt_bias, dt_limit), None if D is None else D.astype(F32)
-    slots = read_slots, write_slots
-    return gpu_decode.decode(x, dt, A, B, C, skip, state, ragged, slots, interpret=interpret)
+    tokens, slots = (x, dt, A, B, C, skip), (read_slots, write_slots)
+    y, state = gpu_decode.decode(*tokens, state, ragged, slots, interpret=interpret)
+    if ragged.decode_only:
+        return y, state
+    return gpu_prefill.prefill(*tokens, y, state, ragged, slots, interpret=interpret)

@@ -145,19 +145,37 @@ def test_ssd_decode(name: str, rows: int, chip: str) -> None:
 
 
 @pytest.mark.parametrize("chip", EVERY_GPU)
-@pytest.mark.parametrize(("name", "rows"), [("minimax_text_01", 64), ("gla_1b", 1)])
-def test_gla_decode(name: str, rows: int, chip: str) -> None:
+def test_ssd_prefill(chip: str) -> None:
+    case = SSD["nemotron_3_nano"]
+    given = ssd_arguments(case, 1024, 64)
+    check_compiles(run_ssd(case, False), given, 7, ("ssd_decode", "ssd_prefill"), chip)
+
+
+def gla_call(name: str, tokens: int, rows: int) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """A function of arrays, and their shapes."""
     case = {case.name: case for case in GLA_CASES}[name]
-    keys = shape(case.dtype, rows, case.num_k_heads, case.k_dim)
-    values = shape(case.dtype, rows, case.num_v_heads, case.v_dim)
-    decays = shape("float32", rows, case.num_v_heads, *[case.k_dim] * case.per_channel)
+    keys = shape(case.dtype, tokens, case.num_k_heads, case.k_dim)
+    values = shape(case.dtype, tokens, case.num_v_heads, case.v_dim)
+    decays = shape("float32", tokens, case.num_v_heads, *[case.k_dim] * case.per_channel)
     state = shape("float32", 2 * rows + 1, case.num_v_heads, case.k_dim, case.v_dim)
 
     def run(q, k, v, g, state, starts, lens, counts, read, write):
-        return gla(q, k, v, g, state, RaggedBatch(starts, lens, counts, True), read, write)
+        ragged = RaggedBatch(starts, lens, counts, tokens == rows)
+        return gla(q, k, v, g, state, ragged, read, write)
 
-    given = (keys, keys, values, decays, state, *batch_arguments(rows))
-    check_compiles(run, given, 4, ("gla_decode",), chip)
+    return run, (keys, keys, values, decays, state, *batch_arguments(rows))
+
+
+@pytest.mark.parametrize("chip", EVERY_GPU)
+@pytest.mark.parametrize(("name", "rows"), [("minimax_text_01", 64), ("gla_1b", 1)])
+def test_gla_decode(name: str, rows: int, chip: str) -> None:
+    check_compiles(*gla_call(name, rows, rows), 4, ("gla_decode",), chip)
+
+
+@pytest.mark.parametrize("chip", EVERY_GPU)
+def test_gla_prefill(chip: str) -> None:
+    call = gla_call("minimax_text_01", 1024, 64)
+    check_compiles(*call, 4, ("gla_decode", "gla_prefill"), chip)
 
 
 @pytest.mark.parametrize("chip", EVERY_GPU)

@@ -13,7 +13,9 @@ import pytest
 
 from pallas_kernels import platform
 from pallas_kernels.gated_delta_rule.cases import MXU_STATE_ATOL as GATED_DELTA_ATOL
+from pallas_kernels.gla.cases import MXU_STATE_ATOL as GLA_ATOL
 from pallas_kernels.registry import Facts
+from pallas_kernels.ssd.cases import MXU_STATE_ATOL as SSD_ATOL
 from tests.helpers import slots
 from tests.helpers.ragged import Rows, delta_rule_oracle, selective_scan_oracle, ssd_oracle
 from tests.helpers.slots import DECODE_BATCHES, MIXED_BATCHES
@@ -90,12 +92,26 @@ def test_decode(op: str, case: Any, batch: str) -> None:
     check(op, case, DECODE_BATCHES[batch])
 
 
-PREFILL = {"gated_delta_rule": [
-    *(case for case in test_gated_delta_rule.SMALL if not case.per_channel),
-    replace(SMALLEST["gated_delta_rule"], **BF16, **UNEVEN["gated_delta_rule"] | {
-        "per_channel": False, "state_atol": GATED_DELTA_ATOL}),
-]}  # fmt: skip
-PREFILLS = [(op, case) for op, cases in PREFILL.items() for case in cases]
+# What a product of bfloat16 operands adds to the tolerances of outputs and of states.
+ROUNDING = {
+    "gated_delta_rule": (0.0, GATED_DELTA_ATOL),
+    "gla": (GLA_ATOL, GLA_ATOL),
+    "ssd": (SSD_ATOL, SSD_ATOL),
+}
+
+
+def prefill_cases(op: str) -> list[Any]:
+    """The small ones with a decay per head, and one with programs and channels to spare."""
+    uneven = next(case for name, case in FAST if name == op and case.name == BF16["name"])
+    atol, state_atol = ROUNDING[op]
+    changes = {"atol": uneven.atol + atol, "state_atol": state_atol}
+    if hasattr(uneven, "per_channel"):
+        changes["per_channel"] = False
+    small = [case for case in OPS[op].SMALL if not getattr(case, "per_channel", False)]
+    return [*small, replace(uneven, **changes)]
+
+
+PREFILLS = [(op, case) for op in ROUNDING for case in prefill_cases(op)]
 
 
 @pytest.mark.parametrize("batch", MIXED_BATCHES)
@@ -138,7 +154,9 @@ def test_keys_of_the_delta_rule_that_are_not_normalised() -> None:
 
 @pytest.mark.parametrize("op", ["selective_scan", "ssd"])
 def test_without_skip_and_bias(op: str) -> None:
-    case, rows = SMALLEST[op], DECODE_BATCHES["mixed_ages"]
+    batches = DECODE_BATCHES | MIXED_BATCHES
+    rows = batches["chunk_and_neighbours" if op in ROUNDING else "mixed_ages"]
+    case = SMALLEST[op]
     tokens, parameters = OPS[op].draw(case, rows.num_tokens), OPS[op].parameters(case)
     zeros = {name: np.zeros_like(parameters[name]) for name in ("D", "dt_bias")}
     oracle = {
@@ -188,10 +206,26 @@ def test_prefill_of_the_delta_rule() -> None:
     assert refuses(facts(op, cases["qwen35_9b"], decode_only=False)) is None
     for case, reason in (
         (bf16, "one decay per head"),
-        (wide, "128 key channels, not 256"),
-        (cases["qwen3_next_80b"], "bfloat16, not float32"),
+        (wide, "columns of 128 values, not of 256"),
+        (cases["qwen3_next_80b"], "bfloat16, not q in float32"),
     ):
         assert reason in str(refuses(facts(op, case, decode_only=False)))
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "reason"),
+    [
+        ("gla", "minimax_text_01", None),
+        ("gla", "gla_1b", "one decay per head"),
+        ("ssd", "nemotron_3_nano", None),
+        ("ssd", "bamba_9b", "x, B, C in bfloat16, not x in float32"),
+        ("ssd", "falcon_h1_7b", "columns of 128 values, not of 256"),
+    ],
+)
+def test_what_prefill_takes(op: str, name: str, reason: str | None) -> None:
+    case = {case.name: case for case in OPS[op].CASES}[name]
+    refused = module_of(op).refuses(facts(op, case, decode_only=False))
+    assert refused is None if reason is None else reason in str(refused)
 
 
 # The dimension that a program has all of.
