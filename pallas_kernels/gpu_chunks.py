@@ -20,9 +20,9 @@ from pallas_kernels.gpu_rows import F32, Slots
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
 
-STATE_TILE = 4096  # float32 values of a state that a program of 256 threads holds
-MIN_TILE, MAX_COLUMNS = 16, 64  # products take no less; more would leave processors idle
-MAX_CHANNELS = 128  # of a state's columns, which stay in registers
+TILE = 4096  # values of a state, of queries and of keys: what 256 threads hold without spills
+MIN_SIDE, MAX_SIDE = 16, 32  # tokens and columns: less no product takes, more would spill
+MAX_CHANNELS = TILE // MIN_SIDE
 LOWEST = -1e30  # an exponent of nothing
 
 
@@ -65,7 +65,7 @@ def prefill(
     slots: Slots,
     *,
     name: str,
-    chunk: int = 32,
+    chunk: int | None = None,
     columns: int | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -78,8 +78,8 @@ def prefill(
         state: [slots, H, dk, dv] or [slots, dk, H * dv].
         ragged: row boundaries. slots: read and write slots, i32[S] each.
         name: of the kernel.
-        chunk: tokens of a chunk.
-        columns: of a head's state, to a program; None: what registers hold with chunks of 32.
+        chunk: tokens of one; None: as many as registers hold.
+        columns: of a head's state, to a program; None: likewise.
         interpret: as in `pl.pallas_call`.
 
     Returns:
@@ -88,9 +88,9 @@ def prefill(
     """
     batch = ragged.query_start_loc, ragged.seq_lens, ragged.counts, *slots
     arguments = (*batch, *operands, out, state)
-    if columns is None:
-        most = min(MAX_COLUMNS, STATE_TILE // _tile(state.shape[-2]))
-        columns = min(most, _tile(out.shape[2]))
+    most = min(TILE // _tile(state.shape[-2]), MAX_SIDE)
+    chunk = chunk or most
+    columns = columns or min(most, _tile(out.shape[2]))
     return pl.pallas_call(
         functools.partial(_kernel, body, chunk, columns),
         grid=(pl.cdiv(out.shape[2], columns), out.shape[1], ragged.num_rows_padded + 1),
@@ -172,16 +172,16 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     return plgpu.dot(a, b)
 
 
-def refuses(facts: Facts, *operands: str, channels: int) -> str | None:
+def refuses(facts: Facts, *operands: str, channels: int, most: int = MAX_CHANNELS) -> str | None:
     """Why no kernel takes prefill rows of these operands and so many channels, or None."""
     for name in operands:
         if (dtype := facts.values[name].dtype) != "bfloat16":
             return f"prefill takes {', '.join(operands)} in bfloat16, not {name} in {dtype}"
-    if channels > MAX_CHANNELS:
-        return f"prefill holds columns of {MAX_CHANNELS} values, not of {channels}"
+    if channels > most:
+        return f"prefill holds columns of {most} values, not of {channels}"
     return None
 
 
 def _tile(channels: int) -> int:
     """Channels filled up to what products take."""
-    return max(gpu_chip.power_of_two(channels), MIN_TILE)
+    return max(gpu_chip.power_of_two(channels), MIN_SIDE)

@@ -9,6 +9,8 @@ from pallas_kernels.gated_delta_rule import gpu_decode, gpu_prefill
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
 
+MAX_PREFILL_DIM = 128  # with its long chunks
+
 
 def refuses(facts: Facts) -> str | None:
     """Why these kernels cannot run, or None."""
@@ -18,7 +20,7 @@ def refuses(facts: Facts) -> str | None:
         return reason
     if len(facts.values["g"].shape) == 3:
         return "has one decay per head in prefill, not one per key channel"
-    return gpu_chunks.refuses(facts, "q", "k", "v", channels=state.shape[2])
+    return gpu_chunks.refuses(facts, "q", "k", "v", channels=state.shape[2], most=MAX_PREFILL_DIM)
 
 
 def gated_delta_rule(

@@ -145,10 +145,10 @@ def test_ssd_decode(name: str, rows: int, chip: str) -> None:
 
 
 @pytest.mark.parametrize("chip", EVERY_GPU)
-def test_ssd_prefill(chip: str) -> None:
-    case = SSD["nemotron_3_nano"]
-    given = ssd_arguments(case, 1024, 64)
-    check_compiles(run_ssd(case, False), given, 7, ("ssd_decode", "ssd_prefill"), chip)
+@pytest.mark.parametrize("name", ["nemotron_3_nano", "falcon_h1_7b"])
+def test_ssd_prefill(name: str, chip: str) -> None:
+    given = ssd_arguments(SSD[name], 1024, 64)
+    check_compiles(run_ssd(SSD[name], False), given, 7, ("ssd_decode", "ssd_prefill"), chip)
 
 
 def gla_call(name: str, tokens: int, rows: int) -> tuple[Callable[..., Any], Sequence[Any]]:
