@@ -173,9 +173,12 @@ def test_gla_decode(name: str, rows: int, chip: str) -> None:
 
 
 @pytest.mark.parametrize("chip", EVERY_GPU)
-def test_gla_prefill(chip: str) -> None:
-    call = gla_call("minimax_text_01", 1024, 64)
-    check_compiles(*call, 4, ("gla_decode", "gla_prefill"), chip)
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("minimax_text_01", ()), ("gla_1b", ("gla_scores",))]
+)
+def test_gla_prefill(name: str, kernels: tuple[str, ...], chip: str) -> None:
+    call = gla_call(name, 1024, 64)
+    check_compiles(*call, 4, ("gla_decode", *kernels, "gla_prefill"), chip)
 
 
 @pytest.mark.parametrize("chip", EVERY_GPU)

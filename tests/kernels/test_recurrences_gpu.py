@@ -100,15 +100,20 @@ ROUNDING = {
 }
 
 
-def prefill_cases(op: str) -> list[Any]:
-    """The small ones with a decay per head, and one with programs and channels to spare."""
-    uneven = next(case for name, case in FAST if name == op and case.name == BF16["name"])
+def rounding(op: str, case: Any) -> Any:
+    """A bfloat16 case with the tolerances of its prefill."""
     atol, state_atol = ROUNDING[op]
-    changes = {"atol": uneven.atol + atol, "state_atol": state_atol}
-    if hasattr(uneven, "per_channel"):
-        changes["per_channel"] = False
-    small = [case for case in OPS[op].SMALL if not getattr(case, "per_channel", False)]
-    return [*small, replace(uneven, **changes)]
+    return replace(case, atol=case.atol + atol, state_atol=state_atol)
+
+
+def prefill_cases(op: str) -> list[Any]:
+    """The small ones, and one with programs and channels to spare."""
+    uneven = next(case for name, case in FAST if name == op and case.name == BF16["name"])
+    uneven = rounding(op, uneven)
+    if op != "gated_delta_rule":
+        return [*OPS[op].SMALL, uneven]
+    small = [case for case in OPS[op].SMALL if not case.per_channel]
+    return [*small, replace(uneven, per_channel=False)]
 
 
 PREFILLS = [(op, case) for op in ROUNDING for case in prefill_cases(op)]
@@ -118,6 +123,17 @@ PREFILLS = [(op, case) for op in ROUNDING for case in prefill_cases(op)]
 @pytest.mark.parametrize(("op", "case"), PREFILLS, ids=names)
 def test_prefill(op: str, case: Any, batch: str) -> None:
     check(op, case, MIXED_BATCHES[batch])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [pair for pair in LARGE if pair[0] in ("gla", "ssd") and pair[1].dtype == "bfloat16"],
+    ids=names,
+)
+def test_prefill_of_model_shapes(op: str, case: Any) -> None:
+    rows = Rows(decode=(0, 9), prefill=((0, 5), (3, 70)), pad_rows=1)
+    check(op, rounding(op, case), rows)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -216,7 +232,7 @@ def test_prefill_of_the_delta_rule() -> None:
     ("op", "name", "reason"),
     [
         ("gla", "minimax_text_01", None),
-        ("gla", "gla_1b", "one decay per head"),
+        ("gla", "gla_1b", None),
         ("ssd", "nemotron_3_nano", None),
         ("ssd", "bamba_9b", "x, B, C in bfloat16, not x in float32"),
         ("ssd", "falcon_h1_7b", None),
