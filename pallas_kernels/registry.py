@@ -90,8 +90,12 @@ class _Entry:
 
 @dataclass
 class Registry:
-    """Implementations per op. The module's functions use one shared instance."""
+    """Implementations per op. The module's functions use one shared instance.
 
+    `discover` registers ops that nobody has used yet; it is called when an op is unknown.
+    """
+
+    discover: Callable[[], None] = lambda: None
     _entries: dict[str, dict[str, _Entry]] = field(default_factory=dict)
     _selections: dict[Selection, None] = field(default_factory=dict)  # an ordered set
 
@@ -153,7 +157,7 @@ class Registry:
             ValueError: unknown op.
         """
         if op not in self._entries:
-            _import_ops()  # an op registers itself, and nobody may have used it yet
+            self.discover()
         if op not in self._entries:
             raise ValueError(f"unknown op {op!r}; known: {', '.join(sorted(self._entries))}")
         entries = self._entries[op]
@@ -269,18 +273,19 @@ def recording() -> Iterator[list[Selection]]:
         _recorder.reset(token)
 
 
-_registry = Registry()
+def _import_ops() -> None:
+    """Imports every op's package, which registers it."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if module.ispkg:
+            importlib.import_module(f"{__package__}.{module.name}")
+
+
+_registry = Registry(discover=_import_ops)
 register = _registry.register
 register_kernel = _registry.register_kernel
 implementations = _registry.implementations
 select = _registry.select
 report = _registry.report
-
-
-def _import_ops() -> None:
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.ispkg:
-            importlib.import_module(f"{__package__}.{module.name}")
 
 
 def never(facts: Facts) -> str | None:

@@ -9,12 +9,12 @@ from pallas_kernels import registry
 from pallas_kernels.causal_conv1d import reference
 from pallas_kernels.checks import check_floating, check_pool, check_rows, check_shapes
 from pallas_kernels.ragged import RaggedBatch
+from pallas_kernels.tpu_chip import LANES
 
 OP = "causal_conv1d"
 registry.register(OP, registry.REFERENCE, reference.causal_conv1d, registry.never)
 registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:causal_conv1d")
 registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:causal_conv1d")
-LANES = 128  # of a TPU's vector registers
 
 
 def state_shape(slots: int, keep: int, channels: int) -> tuple[int, ...]:
