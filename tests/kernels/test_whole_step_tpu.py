@@ -1,8 +1,8 @@
 """Whole steps compile for TPUs, in place: one layer of each kind of models in their full width.
 
 A step is what the engine runs: embedding, layers, head and sampling, with every cache donated.
-No pool must be copied. Only the inputs of convolutions XLA moves as it likes, a fortieth of the
-states, where rows prefill: there the convolution has no kernel yet.
+No pool must be copied. Only the inputs of convolutions, a fortieth of the states, XLA takes to
+vector memory and back where two kernels use them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +27,7 @@ pytestmark = [needs_libtpu, pytest.mark.slow]
 CHIPS = ("v5e", "v6e", "tpu7x")
 ROWS, TOKENS = 16, 512
 SMALL_VOCABULARY = 32768
+MOVES = {"copy-start", "copy-done", "slice-start"}  # between memories, beside other work
 
 QWEN35_9B = {
     "model_type": "qwen3_5_text",
@@ -118,15 +119,15 @@ CASES = {
 MODELS = {"qwen35_9b": QWEN35_9B, "gemma3_4b": GEMMA3_4B, "heads_of_64": HEADS_OF_64}
 
 
-def vocabulary(name: str, chip: str) -> int:
-    """The whole one, which takes half of the compiler's time, for one chip only."""
+def vocabulary(name: str, kind: StepKind, chip: str) -> int:
+    """The whole one, which takes half of the compiler's time, in one step of each model only."""
     whole = MODELS[name]["vocab_size"]
-    return whole if chip == "v6e" else min(whole, SMALL_VOCABULARY)
+    return whole if (chip, kind) == ("v6e", StepKind.DECODE) else min(whole, SMALL_VOCABULARY)
 
 
 def build(name: str, kind: StepKind, chip: str) -> AbstractStep:
     """The step as the runner builds it, without any array."""
-    model = config_from_hf(MODELS[name] | {"vocab_size": vocabulary(name, chip)})
+    model = config_from_hf(MODELS[name] | {"vocab_size": vocabulary(name, kind, chip)})
     config = EngineConfig(max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, cache_bytes=4 << 30)
     target = find_chip(chip)
     plan = plan_memory(model, config, "bfloat16", chip=target, temporaries_from="estimate")
@@ -147,7 +148,7 @@ def test_step(name: str, kind: StepKind, chip: str) -> None:
     spare = 0
     if (chip, kind) == ("tpu7x", StepKind.MIXED):
         # XLA tiles the unembedding anew for the loop over a prompt's log probabilities.
-        spare = 2 * vocabulary(name, chip) * MODELS[name]["hidden_size"]
+        spare = 2 * vocabulary(name, kind, chip) * MODELS[name]["hidden_size"]
     mixed = kind == StepKind.MIXED
     check_step(step, compiled, choices, implementations, kernels, spare, moves_inputs=mixed)
 
@@ -162,8 +163,8 @@ def check_step(
     *,
     moves_inputs: bool = False,
 ) -> None:
-    """The step calls `kernels`, as often, and copies no pool, except `moves_inputs`: that of a
-    convolution. `spare`: bytes that it may take.
+    """The step calls `kernels`, as often, and copies no pool. `spare`: bytes that it may take.
+    `moves_inputs`: XLA may move the pool of a convolution between memories.
     """
     chosen = {x.op: x.implementation for x in choices}
     assert {op: chosen[op] for op in implementations} == implementations
@@ -172,10 +173,10 @@ def check_step(
 
     caches = step.carry.caches
     pools = {pool.shape for cache in caches for pool in jax.tree.leaves(cache)}
-    if moves_inputs:
-        pools -= {x.conv.shape for x in caches if isinstance(x, StateCache)}
+    movable = {x.conv.shape for x in caches if isinstance(x, StateCache) and moves_inputs}
     for opcode, dims in results(compiled):
-        assert opcode in FREE or dims not in pools, f"{opcode} makes {dims}, as large as a pool"
+        free = FREE | MOVES if dims in movable else FREE
+        assert opcode in free or dims not in pools, f"{opcode} makes {dims}, as large as a pool"
 
     memory = compiled.memory_analysis()
     sizes = [int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(step.carry)]
