@@ -8,23 +8,26 @@ that a drift of the machine meets all of them: medians and ranges over the round
 the reference as the median of the ratios within rounds. Pools are donated, as in an engine's step.
 
 `--tune` times the block sizes that the chosen kernels can have instead, in the same way, and keeps
-the best for this kind of device (`pallas_kernels/tuning.py`).
+the best for this kind of device (`pallas_kernels/tuning.py`). With `--chip` it does so for a TPU
+that need not be there, by libtpu's static profile (`pallas_kernels/static_profile.py`).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import platform, registry, tuning
+from pallas_kernels import platform, registry, static_profile, tuning
 from pallas_kernels.bench_operands import OPS, Batch, Call, call_bytes, cases_of, make_call
 
 MOST = 2**30  # rows, or tokens
@@ -153,18 +156,29 @@ def _time_case(
 
 @dataclass(frozen=True)
 class Tuned:
-    """A block size of the chosen kernel on one case and batch; seconds of a call by size."""
+    """A block size of the chosen kernel on one case and batch."""
 
     key: str  # of `tuning.pick`
     case: str
     batch: Batch
-    seconds: dict[int, float]  # medians
+    by: str  # `tuning.TIME` or `tuning.STATIC`
+    costs: Mapping[int, float]  # by size: seconds of a call, median, or cycles of its kernel
     default: int
     size: int  # what is to be used
+    failed: Mapping[int, str] = field(default_factory=dict)  # sizes without a cost, and why
 
     def entry(self) -> dict[str, Any]:
         """For the file of tuned sizes."""
-        return {"size": self.size, "seconds": self.seconds, "jax": jax.__version__}
+        entry = {"size": self.size, "by": self.by, "jax": jax.__version__}
+        if self.by == tuning.TIME:
+            return entry | {"seconds": self.costs}
+        return entry | {"cycles": self.costs, "libtpu": metadata.version("libtpu")}
+
+    def costs_line(self) -> str:
+        """Milliseconds or cycles by size."""
+        scale, unit = (1e3, ".3f") if self.by == tuning.TIME else (1, ",.0f")
+        costs = [f"{size}: {scale * cost:{unit}}" for size, cost in self.costs.items()]
+        return ", ".join([*costs, *(f"{size}: {why}" for size, why in self.failed.items())])
 
 
 def tune_op(
@@ -175,31 +189,71 @@ def tune_op(
     context: int = 1024,
     tokens: int = 512,
     rounds: int = 7,
+    chip: str = "",
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Tuned]:
-    """Times the block sizes of what the registry chooses, one parameter at a time.
+    """Tries the block sizes of what the registry chooses, one parameter at a time.
 
-    Arguments and errors are those of `time_op`. A size other than the kernel's own is used only if
-    it is faster by `WORTH`. Kernels without such parameters give nothing.
+    A size other than the kernel's own is used only if it is better by `WORTH`. Kernels without such
+    parameters give nothing. Other arguments and errors are those of `time_op`.
+
+    Args:
+        chip: one of `static_profile.TARGETS`, which need not be there: by the static profile of its
+            compiler. Empty: by time on the device at hand.
+
+    Raises:
+        ValueError: as `time_op`, and if `chip` is none of them or there is no compiler for it.
     """
+    wanted = _wanted(op, cases, rows, context, tokens, rounds)
     found: dict[str, Tuned] = {}
-    for case, batch in _wanted(op, cases, rows, context, tokens, rounds):
-        call = make_call(op, case, batch)
-        with tuning.asking() as questions:
-            jax.eval_shape(call.run, call.pool, **call.operands)
-        for key, (candidates, default) in questions.items():
-            if key in found or len(candidates) < 2:
-                continue
-            samplers = {}
-            for size in candidates:
-                with tuning.trying({key: size}):
-                    samplers[size] = _Sampler(call, None, clock)
-            taken = _take_turns(samplers, rounds)
-            medians = {size: statistics.median(times) for size, times in taken.items()}
-            best = min(medians, key=medians.__getitem__)
-            size = best if medians[best] < (1 - WORTH) * medians[default] else default
-            found[key] = Tuned(key, case.name, batch, medians, default, size)
+    with static_profile.targeting(chip) if chip else contextlib.nullcontext():
+        for case, batch in wanted:
+            call = make_call(op, case, batch)
+            with tuning.asking() as questions:
+                jax.eval_shape(call.run, call.pool, **call.operands)
+            for key, (candidates, default) in questions.items():
+                if key in found or not _matters(call, key, candidates):
+                    continue
+                if chip:
+                    trial = static_profile.Trial(op, case.name, batch, chip, key, default)
+                    costs, failed = static_profile.profile_sizes(call, trial, candidates)
+                else:
+                    costs, failed = _time_sizes(call, key, candidates, rounds, clock), {}
+                size = _best(costs, default)
+                by = tuning.STATIC if chip else tuning.TIME
+                found[key] = Tuned(key, case.name, batch, by, costs, default, size, failed)
     return list(found.values())
+
+
+def _matters(call: Call, key: str, candidates: Sequence[int]) -> bool:
+    """Whether a size changes what runs: kernels ask for sizes of batches of other kinds, too."""
+    traced = set()
+    for size in candidates:
+        with tuning.trying({key: size}):
+            # A fresh function: what was traced before would not be traced again.
+            jaxpr = jax.make_jaxpr(lambda pool, given: call.run(pool, **given))
+            traced.add(str(jaxpr(call.pool, call.operands)))
+    return len(traced) > 1
+
+
+def _time_sizes(
+    call: Call, key: str, candidates: Sequence[int], rounds: int, clock: Callable[[], float]
+) -> dict[int, float]:
+    """Medians of the seconds of a call, by size."""
+    samplers = {}
+    for size in candidates:
+        with tuning.trying({key: size}):
+            samplers[size] = _Sampler(call, None, clock)
+    taken = _take_turns(samplers, rounds)
+    return {size: statistics.median(times) for size, times in taken.items()}
+
+
+def _best(costs: Mapping[int, float], default: int) -> int:
+    """The size of least cost, if that is worth it."""
+    if default not in costs:
+        return default
+    best = min(costs, key=costs.__getitem__)
+    return best if costs[best] < (1 - WORTH) * costs[default] else default
 
 
 def _take_turns(samplers: dict[Any, "_Sampler"], rounds: int) -> dict[Any, list[float]]:
@@ -294,7 +348,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", default="", help="file for the figures; -: stdout")
     parser.add_argument("--tune", action="store_true", help="time block sizes, keep the best")
+    parser.add_argument("--chip", default="", help="tune for this TPU, which need not be there")
     args = parser.parse_args()
+    if args.chip and not args.tune:
+        parser.exit(2, "bench: --chip is for --tune only: times are those of the device at hand\n")
     if args.tune and args.json:
         parser.exit(2, "bench: --tune writes its figures where kernels look; leave out --json\n")
     target = Path(args.json)
@@ -303,7 +360,7 @@ def main() -> None:
     options = {name: getattr(args, name) for name in ("rows", "context", "tokens", "rounds")}
     try:
         if args.tune:
-            _tune(args.op, cases=args.case, **options)
+            _tune(args.op, args.chip, cases=args.case, **options)
             return
         timings = time_op(args.op, cases=args.case, **options)
     except ValueError as error:
@@ -320,27 +377,33 @@ def main() -> None:
     _print_table([TIMING_HEADER, *timing_lines(timings)])
 
 
-def _tune(op: str, **options: Any) -> None:
+def _tune(op: str, chip: str, **options: Any) -> None:
     """Tunes, keeps what was found and says where."""
-    kind = platform.current().kind
+    kind = static_profile.find_target(chip).kind if chip else platform.current().kind
     try:
-        tuning.write(kind, {})  # rather fails now than with the figures
+        tuning.check_writable(kind)  # rather fails now than with the figures
     except OSError as error:
         directory = tuning.user_directory()
         raise ValueError(f"{directory} cannot be written ({error}); set XDG_CACHE_HOME") from error
-    tuned = tune_op(op, **options)
+    tuned = tune_op(op, chip=chip, **options)
     if not tuned:
         raise ValueError(
             f"what runs {op} on {kind} has no block sizes to tune for these cases; those that have "
             "some are kernels for TPU and GPU"
         )
-    path = tuning.write(kind, {x.key: x.entry() for x in tuned})
-    rows = [("block size", "case", "ms by size", "own rule", "kept")]
+    known, found = tuning.entries(kind), {}
+    rows = [("block size", "case", "cycles by size" if chip else "ms by size", "own rule", "kept")]
     for x in tuned:
-        times = ", ".join(f"{size}: {1e3 * s:.3f}" for size, s in x.seconds.items())
-        rows.append((x.key, x.case, times, str(x.default), str(x.size)))
+        kept, earlier = str(x.size), known.get(x.key, {"by": x.by})
+        if x.default not in x.costs:
+            kept = "nothing: own rule has no figure"
+        elif x.by == tuning.STATIC and earlier.get("by", tuning.TIME) == tuning.TIME:
+            kept = f"{earlier['size']}, found by time"  # which is better than any estimate
+        else:
+            found[x.key] = x.entry()
+        rows.append((x.key, x.case, x.costs_line(), str(x.default), kept))
     _print_table(rows)
-    print(f"written to {path}")
+    print(f"written to {tuning.write(kind, found)}" if found else "nothing is written")
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:

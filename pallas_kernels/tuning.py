@@ -3,13 +3,15 @@
 `pick` answers with what is being tried, else with what was tuned for this kind of device and these
 shapes, else with the kernel's own rule. What was tuned lies in JSON files, one per device kind: in
 `pallas_kernels/tuned`, and in the user's cache directory, which goes first and which
-`python -m pallas_kernels.bench OP --tune` writes.
+`python -m pallas_kernels.bench OP --tune` writes. Of each size they say whether it was found by
+time on a device or by a static profile without one.
 """
 
 import functools
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +22,8 @@ from typing import Any, NamedTuple
 from pallas_kernels import platform
 
 PACKAGED = Path(__file__).parent / "tuned"
+# By what a size was found, an entry's "by". Without it: by time.
+TIME, STATIC = "time", "static profile"
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +100,21 @@ def file_name(device_kind: str) -> str:
     return device_kind.lower().replace(" ", "_").replace("/", "_") + ".json"
 
 
-def write(device_kind: str, entries: Mapping[str, Mapping[str, Any]]) -> Path:
+def check_writable(device_kind: str) -> None:
+    """Raises what `write` would; leaves nothing behind."""
+    path = user_directory() / file_name(device_kind)
+    _read(path, device_kind)
+    if path.exists():
+        path.open("a").close()
+    else:
+        directory = next(parent for parent in path.parents if parent.exists())
+        tempfile.TemporaryFile(dir=directory).close()
+
+
+def write(device_kind: str, added: Mapping[str, Mapping[str, Any]]) -> Path:
     """Adds entries to the user's file of a device kind and returns its path.
 
-    Each has "size", and whatever says how it was found.
+    Each has "size", "by" (`TIME` or `STATIC`), and whatever else says how it was found.
 
     Raises:
         ValueError: the file that is there already is damaged.
@@ -107,19 +122,27 @@ def write(device_kind: str, entries: Mapping[str, Mapping[str, Any]]) -> Path:
     """
     path = user_directory() / file_name(device_kind)
     path.parent.mkdir(parents=True, exist_ok=True)
-    merged = _read(path, device_kind) | dict(entries)
-    text = json.dumps({"device_kind": device_kind, "sizes": merged}, indent=2, sort_keys=True)
+    sizes = _read(path, device_kind) | dict(added)
+    text = json.dumps({"device_kind": device_kind, "sizes": sizes}, indent=2, sort_keys=True)
     path.write_text(text + "\n")
     _tuned.cache_clear()
     return path
 
 
+def entries(device_kind: str) -> dict[str, Mapping[str, Any]]:
+    """What was tuned for a device kind, by key; the user's entries go before those of the package.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    directories = PACKAGED, user_directory()
+    name = file_name(device_kind)
+    return {k: e for d in directories for k, e in _read(d / name, device_kind).items()}
+
+
 @functools.cache
 def _tuned(device_kind: str) -> Mapping[str, int]:
-    name = file_name(device_kind)
-    directories = PACKAGED, user_directory()
-    entries = {k: e for d in directories for k, e in _read(d / name, device_kind).items()}
-    return {key: entry["size"] for key, entry in entries.items()}
+    return {key: entry["size"] for key, entry in entries(device_kind).items()}
 
 
 def _read(path: Path, device_kind: str) -> dict[str, Mapping[str, Any]]:
@@ -127,12 +150,14 @@ def _read(path: Path, device_kind: str) -> dict[str, Mapping[str, Any]]:
         return {}
     try:
         content = json.loads(path.read_text())
-        entries = dict(content["sizes"])
+        sizes = dict(content["sizes"])
         if content["device_kind"] != device_kind:
             raise ValueError(f"it is for {content['device_kind']!r}")
-        for key, entry in entries.items():
+        for key, entry in sizes.items():
             if type(entry["size"]) is not int:
                 raise ValueError(f"the size of {key!r} is {entry['size']!r}")
-        return entries
+            if entry.get("by", TIME) not in (TIME, STATIC):
+                raise ValueError(f"{key!r} was found by {entry['by']!r}")
+        return sizes
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no file of tuned sizes ({error!r}); remove it") from error

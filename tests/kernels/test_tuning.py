@@ -5,14 +5,14 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from pallas_kernels import bench, platform, registry, tuning
+from pallas_kernels import bench, platform, registry, static_profile, tuning
 from pallas_kernels.gla import reference
 from pallas_kernels.tpu_chip import CHIPS, head_block
 
@@ -68,6 +68,7 @@ def test_writing_keeps_what_others_wrote_and_damage_is_named(own_files: Path) ->
     for content in ("{", "[]", '{"sizes": {"a": 3}, "device_kind": "TPU v6 lite"}',
                     '{"sizes": {"a": {}}, "device_kind": "TPU v6 lite"}',
                     '{"sizes": {"a": {"size": 2.0}}, "device_kind": "TPU v6 lite"}',
+                    '{"sizes": {"a": {"size": 2, "by": "eye"}}, "device_kind": "TPU v6 lite"}',
                     '{"sizes": {}, "device_kind": "TPU v4"}'):  # fmt: skip
         path.write_text(content)
         tuning._tuned.cache_clear()
@@ -86,12 +87,15 @@ def test_kernels_ask(own_files: Path) -> None:
 
 @pytest.fixture
 def sized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """`gla` with one implementation, which asks for a size: those it was traced with."""
+    """`gla` with one implementation, which asks for two sizes, one of which changes nothing: those
+    it was traced with.
+    """
     traced: list[int] = []
 
     def run(q: jax.Array, *arguments: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
         traced.append(tuning.pick("gla.size", q.shape[1:], (1, 2, 4), 4))
-        return reference.gla(q, *arguments, **options)
+        tuning.pick("gla.other_size", q.shape[1:], (1, 2), 2)
+        return reference.gla(q * traced[-1], *arguments, **options)
 
     entry = registry._Entry(lambda: (run, registry.never))
     monkeypatch.setitem(registry._registry._entries, "gla", {registry.REFERENCE: entry})
@@ -122,20 +126,21 @@ def slower_by_size(traced: list[int], factors: dict[int, float]) -> Callable[[],
 def test_the_tuner_keeps_what_is_faster_by_more_than_noise(
     sized: list[int], factors: tuple[float, ...], kept: int
 ) -> None:
-    cost = dict(zip((1, 2, 4), factors, strict=True))
+    cost: dict[int, float] = dict(zip((1, 2, 4), factors, strict=True))
     options = {"cases": ["tiny"], "rows": 2, "context": 3, "tokens": 3, "rounds": 2}
     (tuned,) = bench.tune_op("gla", clock=slower_by_size(sized, cost), **options)
     assert set(sized) == {1, 2, 4} and tuned.default == 4
-    assert tuned.seconds == pytest.approx(cost) and tuned.size == kept
+    assert tuned.costs == pytest.approx(cost) and tuned.size == kept
     assert tuned.entry()["size"] == kept and tuned.key == "gla.size 2x8"
+    assert tuned.entry()["by"] == "time" and tuned.entry()["seconds"] == tuned.costs
 
 
 def test_the_command(own_files: Path) -> None:
-    """No implementation that runs on a CPU has sizes to tune."""
+    """No implementation that runs on a CPU has sizes to tune. No file is left."""
     command = [sys.executable, "-m", "pallas_kernels.bench", "gla", "--case", "tiny", "--tune"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "what runs gla on cpu has no block sizes" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == 1 and not any(own_files.iterdir())
     done = subprocess.run([*command, "--json", "-"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "leave out --json" in done.stderr
 
@@ -152,6 +157,108 @@ def test_what_the_command_writes_is_used(
     bench.main()
     assert "1: 1000.000, 2: 2000.000, 4: 2000.000" in capsys.readouterr().out
     kind = platform.current().kind
-    entries = json.loads((tuning.user_directory() / tuning.file_name(kind)).read_text())["sizes"]
-    assert entries["gla.size 2x8"]["size"] == 1
+    assert tuning.entries(kind)["gla.size 2x8"]["size"] == 1
     assert tuning.pick("gla.size", (2, 8), (1, 2, 4), 4) == 1
+
+
+def refused(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What the command says when it refuses its options: one line, with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    with pytest.raises(SystemExit) as raised:
+        bench.main()
+    out, err = capsys.readouterr()
+    assert raised.value.code == 2 and not out and err.count("\n") == 1
+    return err
+
+
+def test_a_directory_that_cannot_be_written_is_named_before_anything_is_tried(
+    own_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own_files / "cache").write_text("a file")
+    monkeypatch.setattr(bench, "tune_op", None)
+    line = refused(["gla", "--case", "tiny", "--tune"], monkeypatch, capsys)
+    assert f"{own_files}/cache/hybrid-jax/tuned cannot be written" in line
+    assert "set XDG_CACHE_HOME" in line
+
+
+def have_libtpu(monkeypatch: pytest.MonkeyPatch, *, installed: bool) -> None:
+    found = object() if installed else None
+    monkeypatch.setattr(static_profile.importlib.util, "find_spec", lambda name: found)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tune", "--chip", "h100"], "no static profile for chip 'h100', only for v5e, v6e,"),
+        (["--tune", "--chip", "h100"], "run on the device itself, without --chip"),
+        (["--tune", "--chip", "v6e"], "pip install 'hybrid-jax[test]'"),
+        (["--chip", "v6e"], "--chip is for --tune only"),
+    ],
+)  # fmt: skip
+def test_chips_that_nothing_can_be_said_of(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    have_libtpu(monkeypatch, installed=False)
+    assert said in refused(["gla", "--case", "tiny", *options], monkeypatch, capsys)
+
+
+def test_an_op_without_sizes_on_a_chip(
+    own_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    have_libtpu(monkeypatch, installed=True)
+    options = ["rows", "--case", "tiny", "--tune", "--chip", "v6e"]
+    line = refused(options, monkeypatch, capsys)
+    assert "what runs rows on TPU v6 lite has no block sizes" in line
+    assert not any(own_files.iterdir())
+
+
+def tune_for_v6e(
+    cycles: dict[int, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What the command prints if these are the cycles by size, and other sizes have none."""
+
+    def profile_sizes(call: Any, trial: static_profile.Trial, sizes: Sequence[int]) -> Any:
+        assert (trial.op, trial.case, trial.chip) == ("gla", "tiny", "v6e")
+        assert platform.current().kind == KIND
+        return cycles, {size: "took too long" for size in sizes if size not in cycles}
+
+    have_libtpu(monkeypatch, installed=True)
+    monkeypatch.setattr(static_profile, "profile_sizes", profile_sizes)
+    monkeypatch.setattr(bench.metadata, "version", lambda name: f"{name} 1.0")
+    options = ["--case", "tiny", "--rows", "2", "--tokens", "3", "--tune", "--chip", "v6e"]
+    monkeypatch.setattr(sys, "argv", ["bench", "gla", *options])
+    bench.main()
+    return capsys.readouterr().out
+
+
+def test_sizes_by_static_profile_are_marked_and_never_replace_timed_ones(
+    sized: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, cycles = "gla.size 2x8", {1: 20_000, 2: 10**5, 4: 30_000}
+    printed = tune_for_v6e(cycles, monkeypatch, capsys)
+    assert "1: 20,000, 2: 100,000, 4: 30,000" in printed and "written to" in printed
+    entry = tuning.entries(KIND)[key]
+    assert entry["size"] == 1 and entry["by"] == "static profile" and "seconds" not in entry
+    assert entry["cycles"] == {"1": 20_000, "2": 10**5, "4": 30_000}
+    assert entry["libtpu"] == "libtpu 1.0"
+    tune_for_v6e(cycles | {1: 40_000, 2: 20_000}, monkeypatch, capsys)
+    assert tuning.entries(KIND)[key]["size"] == 2  # a static one does replace a static one
+    for timed in ({"size": 4, "by": "time"}, {"size": 4}):
+        tuning.write(KIND, {key: timed})
+        printed = tune_for_v6e(cycles, monkeypatch, capsys)
+        assert "4, found by time" in printed and "nothing is written" in printed
+        assert tuning.entries(KIND) == {key: timed}
+
+
+def test_sizes_without_a_profile_are_left_out(
+    sized: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = tune_for_v6e({2: 20_000, 4: 30_000}, monkeypatch, capsys)
+    assert "2: 20,000, 4: 30,000, 1: took too long" in printed
+    assert tuning.entries(KIND)["gla.size 2x8"]["size"] == 2
+    printed = tune_for_v6e({1: 20_000, 2: 30_000}, monkeypatch, capsys)
+    assert "nothing: own rule has no figure" in printed and "nothing is written" in printed
+    assert tuning.entries(KIND)["gla.size 2x8"]["size"] == 2

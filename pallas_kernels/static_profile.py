@@ -1,0 +1,260 @@
+"""Estimates what kernels take on a TPU that is not there, in cycles, by libtpu's static profile.
+
+libtpu can follow the final instructions of a kernel through its grid and its loops, and sums up
+what they and their transfers take. Three things it does not know:
+
+- Values in scalar memory, which decide what a ragged batch makes the kernel do, are zeros to it.
+  So the first grid step stores those of the batch there.
+- Transfers at the same time hold each other up. So no estimate is below the time of all bytes of
+  operands and results, one after the other, at the rate of a long transfer in libtpu's model.
+- When to end: it may take any time and memory, and often aborts when the profile is written. So
+  every kernel is compiled in a process of its own (`python -m pallas_kernels.static_profile`),
+  with limits, and what counts is the file.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import platform, tuning
+from pallas_kernels.bench_operands import Batch, Call, cases_of, make_call
+
+CPU_SECONDS = 300  # of one kernel, at most; most take 5
+WALL_SECONDS = 3600  # should it wait for ever
+MEMORY_BYTES = 16 << 30  # of addresses, of which libtpu takes 3 GiB at once
+
+
+class Target(NamedTuple):
+    """A TPU with one core per device: the profile is one of a core."""
+
+    kind: str  # as the runtime names it
+    topology: str  # the smallest one that libtpu compiles for
+    bytes_per_cycle: int  # of a long transfer, in libtpu's model
+
+
+TARGETS = {
+    "v5e": Target("TPU v5 lite", "v5e:2x2", 491),
+    "v6e": Target("TPU v6 lite", "v6e:2x2", 776),
+    "tpu7x": Target("TPU7x", "tpu7x:2x2x1", 1688),
+}
+
+
+def find_target(chip: str) -> Target:
+    """One of `TARGETS`.
+
+    Raises:
+        ValueError: there is no profile for this chip, or no libtpu on this machine.
+    """
+    if chip not in TARGETS:
+        raise ValueError(
+            f"there is no static profile for chip {chip!r}, only for {', '.join(TARGETS)}; for "
+            "any other one run on the device itself, without --chip"
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            f"compiling for {chip} needs libtpu, which is not installed; on Linux x86-64 "
+            "pip install 'hybrid-jax[test]' brings it"
+        )
+    return TARGETS[chip]
+
+
+@contextmanager
+def targeting(chip: str) -> Iterator[None]:
+    """Selects kernels for a chip; raises what `find_target` does."""
+    with platform.target("tpu", find_target(chip).kind):
+        yield
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call of an op with a block size to be tried."""
+
+    op: str
+    case: str
+    batch: Batch
+    chip: str
+    key: str  # of the size, see `tuning.pick`
+    size: int
+
+
+class Kernel(NamedTuple):
+    """A kernel that a call runs."""
+
+    body: Callable[..., Any]
+    options: dict[str, Any]  # of `pl.pallas_call`
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def num_scalars(self) -> int:
+        """How many of the operands lie in scalar memory; they come first."""
+        return self.options["grid_spec"].num_scalar_prefetch
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all operands and results."""
+        arrays = jax.tree.leaves((self.operands, self.options["out_shape"]))
+        return sum(x.size * x.dtype.itemsize for x in arrays)
+
+    @property
+    def traced(self) -> str:
+        """As text: where it is the same, so are the instructions."""
+        return str(jax.make_jaxpr(pl.pallas_call(self.body, **self.options))(*self.operands))
+
+
+def profile_sizes(
+    call: Call, trial: Trial, sizes: Sequence[int]
+) -> tuple[dict[int, int], dict[int, str]]:
+    """Cycles of the kernels that a block size changes, by size; and why other sizes have none.
+
+    Call it within `targeting`.
+
+    Args:
+        call: what is called, of `make_call`.
+        trial: the same by name; its size does not matter.
+        sizes: those to be compared.
+    """
+    kernels: dict[int, dict[str, Kernel]] = {}
+    for size in sizes:
+        with tuning.trying({trial.key: size}), _finding() as (kernels[size], _):
+            # A fresh function: what was traced before would not be traced again.
+            jax.eval_shape(lambda pool, given: call.run(pool, **given), call.pool, call.operands)
+    first, *others = ({name: k.traced for name, k in found.items()} for found in kernels.values())
+    changed = [name for name in first if any(other[name] != first[name] for other in others)]
+    rate = TARGETS[trial.chip].bytes_per_cycle
+    cycles, failed = {}, {}
+    for size in sizes:
+        one = Trial(trial.op, trial.case, trial.batch, trial.chip, trial.key, size)
+        try:
+            cycles[size] = sum(
+                max(_profile(one, name), kernels[size][name].num_bytes // rate) for name in changed
+            )
+        except NoProfileError as error:
+            failed[size] = str(error)
+    return cycles, failed
+
+
+class NoProfileError(Exception):
+    """Why there is none."""
+
+
+def _profile(trial: Trial, kernel: str) -> int:
+    """Cycles of one kernel, by a process that compiles it."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "0",  # what is found there is not compiled
+        "TPU_SKIP_MDS_QUERY": "1",  # no metadata server to ask
+        "TPU_LOG_DIR": "disabled",  # where failures would leave gigabytes
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock guards devices; none here
+    }
+    command = [sys.executable, "-m", __spec__.name, json.dumps(asdict(trial)), kernel]
+    with tempfile.TemporaryDirectory() as directory:
+        environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={directory}"
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=WALL_SECONDS,
+                check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise NoProfileError(f"no profile within {WALL_SECONDS} s") from error
+        for path in Path(directory).glob("*_static_llo_profile.textproto"):
+            text = path.read_text()
+            name = re.search(r'hlo_op_name: "([^".]*)', text)
+            found = re.search(r"estimated_cycles: (\d+)", text)
+            if name and found and name[1] == kernel:
+                return int(found[1])
+    errors = re.findall(r"^(?:\w+\.)*(\w*Error: .*)", done.stderr, re.MULTILINE)
+    limits = f"no profile within {CPU_SECONDS} s of CPU and {MEMORY_BYTES >> 30} GiB"
+    raise NoProfileError(errors[-1][:200] if errors else f"{limits} (exit {done.returncode})")
+
+
+@contextmanager
+def _finding() -> Iterator[tuple[dict[str, Kernel], dict[str, tuple[jax.Array, ...]]]]:
+    """Collects by name the kernels that are called within, which do not run, and their scalars."""
+    kernels: dict[str, Kernel] = {}
+    scalars: dict[str, tuple[jax.Array, ...]] = {}
+
+    def pallas_call(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        def run(*operands: jax.Array) -> Any:
+            shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+            kernel = kernels[options["name"]] = Kernel(body, options, shapes)
+            scalars[options["name"]] = operands[: kernel.num_scalars]
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), options["out_shape"])
+
+        return run
+
+    original = pl.pallas_call
+    pl.pallas_call = pallas_call
+    try:
+        yield kernels, scalars
+    finally:
+        pl.pallas_call = original
+
+
+def _compile(trial: Trial, name: str) -> None:
+    """Compiles a kernel of the call, which makes libtpu write its profile."""
+    topology = TARGETS[trial.chip].topology
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    mesh = Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
+    case = next(case for case in cases_of(trial.op) if case.name == trial.case)
+    with targeting(trial.chip), tuning.trying({trial.key: trial.size}):
+        call = make_call(trial.op, case, trial.batch)
+        with _finding() as (kernels, scalars):
+
+            def trace(pool: Any, operands: dict[str, Any]) -> tuple[jax.Array, ...]:
+                call.run(pool, **operands)
+                return scalars[name]
+
+            values = jax.jit(trace)(call.pool, call.operands)
+    kernel = kernels[name]
+    body = functools.partial(_with_scalars, kernel, [np.asarray(x) for x in values])
+    donated = tuple(kernel.options.get("input_output_aliases", ()))
+    run = jax.jit(pl.pallas_call(body, **kernel.options), donate_argnums=donated)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in kernel.operands]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        run.lower(*shapes).compile()
+
+
+def _with_scalars(kernel: Kernel, values: Sequence[np.ndarray], *refs: Any) -> None:
+    """The kernel, whose first grid step stores the values that are not zero in scalar memory."""
+    steps = [pl.program_id(axis) for axis in range(len(kernel.options["grid_spec"].grid))]
+
+    @pl.when(functools.reduce(jnp.logical_and, [step == 0 for step in steps]))
+    def _() -> None:
+        for ref, value in zip(refs, values, strict=False):
+            for index in zip(*value.nonzero(), strict=True):
+                ref[tuple(map(int, index))] = jnp.asarray(value[index])
+
+    kernel.body(*refs)
+
+
+def _main() -> None:
+    """Compiles what the command line says, within the limits."""
+    import resource  # Windows has none, and no libtpu either
+
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    trial = json.loads(sys.argv[1])
+    _compile(Trial(**trial | {"batch": Batch(**trial["batch"])}), sys.argv[2])
+
+
+if __name__ == "__main__":
+    _main()

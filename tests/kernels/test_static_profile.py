@@ -1,0 +1,111 @@
+"""Estimates by libtpu's static profile: which kernels are looked at, and what they are told."""
+
+import functools
+import subprocess
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import static_profile
+from pallas_kernels.bench_operands import Batch, Call, cases_of, make_call
+from pallas_kernels.static_profile import Kernel, Trial, profile_sizes, targeting
+from tests.helpers.tpu import needs_libtpu
+
+KEYS = ("gla.decode_heads 4x4x524288", "gla.prefill_heads 4x4x256x512x2")
+
+
+@pytest.fixture
+def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were installed."""
+    monkeypatch.setattr(static_profile.importlib.util, "find_spec", lambda name: object())
+
+
+def gla_1b(batch: Batch) -> Call:
+    return make_call("gla", next(case for case in cases_of("gla") if case.name == "gla_1b"), batch)
+
+
+def test_only_what_the_size_changes_counts_and_not_below_the_time_of_its_bytes(
+    libtpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def profile(trial: Trial, kernel: str) -> int:
+        asked.append((trial.size, kernel))
+        if trial.size == 4:
+            raise static_profile.NoProfileError("took too long")
+        return {1: 10**9, 2: 1}[trial.size]
+
+    monkeypatch.setattr(static_profile, "_profile", profile)
+    batch = Batch(2, 0, 8)
+    # Both kernels move states of 4 heads in and out of 3 slots, and hardly anything else.
+    states = 2 * 3 * 4 * 256 * 512 * 4
+    for key, part in zip(KEYS, ("decode", "prefill"), strict=True):
+        asked.clear()
+        with targeting("v6e"):
+            cycles, failed = profile_sizes(
+                gla_1b(batch), Trial("gla", "gla_1b", batch, "v6e", key, 1), (1, 2, 4)
+            )
+        assert [size for size, _ in asked] == [1, 2, 4]
+        assert all(part in kernel for _, kernel in asked)
+        assert failed == {4: "took too long"} and cycles[1] == 10**9
+        assert states / 776 < cycles[2] < 1.2 * states / 776
+
+
+def test_the_first_grid_step_stores_the_scalars() -> None:
+    rng = np.random.default_rng()
+    values = [rng.integers(-3, 4, 5).astype(np.int32), rng.integers(0, 9, (2, 3)).astype(np.int32)]
+
+    def body(row: Any, table: Any, out: Any) -> None:
+        i, j = pl.program_id(0), pl.program_id(1)
+        for lane in range(5):
+            out[i, j, lane] = row[lane]
+        for n in range(6):
+            out[i, j, 5 + n] = table[n // 3, n % 3]
+
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2, grid=(2, 2), out_specs=pl.BlockSpec(memory_space=pltpu.SMEM)
+    )
+    options = {"grid_spec": spec, "out_shape": jax.ShapeDtypeStruct((2, 2, 11), jnp.int32)}
+    kernel = Kernel(body, options, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values))
+    told = functools.partial(static_profile._with_scalars, kernel, values)
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in values]
+    out = pl.pallas_call(told, interpret=pltpu.InterpretParams(), **options)(*zeros)
+    expected = np.concatenate([values[0], values[1].reshape(-1)])
+    np.testing.assert_array_equal(out, np.broadcast_to(expected, out.shape))
+
+
+@pytest.mark.parametrize(
+    ("code", "errors", "said"),
+    [
+        (-24, "", r"no profile within 300 s of CPU and 16 GiB \(exit -24\)"),
+        (1, "Traceback\njax.errors.JaxRuntimeError: INTERNAL: Mosaic failed\n", "Mosaic failed"),
+    ],
+)
+def test_a_process_without_a_profile_says_why(
+    code: int, errors: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, code, "", errors)
+
+    monkeypatch.setattr(static_profile.subprocess, "run", run)
+    trial = Trial("gla", "gla_1b", Batch(2, 0, 1), "v6e", KEYS[0], 1)
+    with pytest.raises(static_profile.NoProfileError, match=said):
+        static_profile._profile(trial, "gla_decode")
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_libtpu_profiles_a_kernel() -> None:
+    """Twice the rows take about twice as long, which no kernel does that finds zeros as scalars."""
+    cycles = [
+        static_profile._profile(Trial("gla", "gla_1b", Batch(rows, 1, 1), "v6e", KEYS[0], 1), name)
+        for rows, name in ((2, "gla_decode"), (4, "gla_decode"))
+    ]
+    # Of every row a state goes in and out; of two rows in turn those overlap.
+    assert cycles[0] > 2 * 4 * 256 * 512 * 4 / 776
+    assert 1.5 < cycles[1] / cycles[0] < 2.2
