@@ -71,9 +71,7 @@ def call_bytes(op: str, case: Any, batch: Batch) -> int:
 def _make_call(op: str, case: Any, batch: Batch, draw: "_Draw") -> Call:
     if op in _STATE_OPS:
         return _state_op(op, case, batch, draw)
-    if op == "gated_delta_net":
-        return _gated_delta_net(case, batch, draw)
-    return {"paged_attention": _paged_attention, "rows": _rows}[op](case, batch, draw)
+    return _OTHER_OPS[op](case, batch, draw)
 
 
 class _Draw:
@@ -224,7 +222,6 @@ _STATE_OPS: dict[str, Callable[[Any, int, _Draw], _StateOperands]] = {
     "selective_scan": _selective_scan,
     "ssd": _ssd,
 }
-OPS = (*_STATE_OPS, "gated_delta_net", "paged_attention", "rows")
 
 
 def _gated_delta_net(case: Any, batch: Batch, draw: _Draw) -> Call:
@@ -255,6 +252,38 @@ def _gated_delta_net(case: Any, batch: Batch, draw: _Draw) -> Call:
 
     def run(pool: States, **given: Any) -> tuple[Any, States]:
         return gated_delta_net(state=pool, **given, **options)
+
+    return Call(run, States(encode(conv, storage_dtype(dtype)), recurrent), operands)
+
+
+def _mamba2(case: Any, batch: Batch, draw: _Draw) -> Call:
+    """Two pools; every row updates its slot of both in place."""
+    from pallas_kernels.causal_conv1d import state_shape
+    from pallas_kernels.mamba2 import States, Weights, mamba2
+
+    slots, dtype, inner = batch.rows + 1, case.dtype, case.heads * case.head_dim
+    conv = draw.normal(dtype, *state_shape(slots, case.width - 1, case.channels))
+    recurrent = draw.normal("float32", slots, case.state_size, inner)
+    rows = jnp.arange(1, slots, dtype=jnp.int32)
+    # So that B and C are about of length 1.
+    weight = draw.normal("float32", case.channels, case.width).at[inner:].mul(case.state_size**-0.5)
+    operands = {
+        "xBC": draw.normal(dtype, batch.tokens, case.channels),
+        "dt": draw.normal(dtype, batch.tokens, case.heads),
+        "ragged": batch.ragged(),
+        "read_slots": rows,
+        "write_slots": rows,
+        "weights": Weights(
+            weight.astype(dtype),
+            jnp.zeros(case.channels, dtype) if case.bias else None,
+            draw.between(0.0, 2.8, case.heads),
+            draw.normal("float32", case.heads),
+            draw.between(-6.0, 1.0, case.heads),
+        ),
+    }
+
+    def run(pool: States, **given: Any) -> tuple[Any, States]:
+        return mamba2(state=pool, dt_limit=case.dt_limit, **given)
 
     return Call(run, States(encode(conv, storage_dtype(dtype)), recurrent), operands)
 
@@ -297,3 +326,12 @@ def _rows(case: Any, batch: Batch, draw: _Draw) -> Call:
 
     pool = (100 * values).astype(case.dtype)
     return Call(run, pool, {"sources": rows[:count], "targets": rows[count:]})
+
+
+_OTHER_OPS: dict[str, Callable[[Any, Batch, _Draw], Call]] = {
+    "gated_delta_net": _gated_delta_net,
+    "mamba2": _mamba2,
+    "paged_attention": _paged_attention,
+    "rows": _rows,
+}
+OPS = (*_STATE_OPS, *_OTHER_OPS)

@@ -67,3 +67,9 @@ def check_groups(op: str, v_heads: int, k_heads: int) -> None:
     """Raises ValueError unless every key head serves equally many value heads."""
     if v_heads % k_heads:
         raise ValueError(f"{op}: {v_heads} value heads are not a multiple of {k_heads} key heads")
+
+
+def check_dt_limit(op: str, dt_limit: tuple[float, float]) -> None:
+    """Raises ValueError unless the bounds of a step size are ordered and not negative."""
+    if not 0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"{op}: dt_limit must be 0 <= lowest <= highest, got {dt_limit}")

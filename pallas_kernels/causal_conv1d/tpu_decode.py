@@ -82,14 +82,45 @@ def decode(
     )(*decode_schedule(ragged, slots), x, taps.reshape(-1, heads, LANES), state)
 
 
+def cut(x: Any, rows: Any) -> None:
+    """Puts x [R, C] into rows f32[R, C / 128, 128]."""
+    for n in range(rows.shape[1]):
+        rows[:, n, :] = x[:, n * LANES : (n + 1) * LANES].astype(F32)
+
+
+def join(rows: Any, x: Any) -> None:
+    """Puts rows f32[R, C / 128, 128] into x [R, C]."""
+    for n in range(rows.shape[1]):
+        x[:, n * LANES : (n + 1) * LANES] = rows[:, n, :].astype(x.dtype)
+
+
+def advance(
+    before: Any, after: Any, x: jax.Array, taps: Any, from_zeros: jax.Array, activation: str | None
+) -> jax.Array:
+    """One token of one row: x f32[C / 128, 128] -> the same of y.
+
+    before, after [W - 1, C / 128, 128]: the row's tail, which may be one buffer; what `before`
+    holds does not matter if the row starts from zeros. taps [W or W + 1, C / 128, 128]: those of
+    `tpu_window.taps_of`.
+    """
+
+    def earlier(j: int) -> jax.Array:
+        # Selected, since the slot may hold anything.
+        return jnp.where(from_zeros, 0.0, storage.decode(before[j]).astype(F32))
+
+    inputs = [*(earlier(j) for j in range(before.shape[0])), x]
+    for j, tap in enumerate(inputs[1:]):
+        after[j] = storage.encode(tap, after.dtype)
+    return weighted_sum(inputs, [taps[j] for j in range(taps.shape[0])], activation)
+
+
 def _kernel(
     source, target, fresh, count, x, taps, _, y, pool, tails, rows, sem, *, activation: str | None
 ) -> None:
     """ROWS rows. SMEM: `tpu_rows.decode_schedule`. VMEM: x, y [R, C]; taps [W or W + 1, C / 128,
     128]; scratch tails [R, W - 1, C / 128, 128] and f32 rows [R, C / 128, 128]. HBM: pool.
     """
-    size, heads, _ = rows.shape
-    keep = tails.shape[1]
+    size = rows.shape[0]
     first = pl.program_id(0) * size
     used = jnp.clip(count[0] - first, 0, size)
 
@@ -105,24 +136,16 @@ def _kernel(
         return pltpu.make_async_copy(tails.at[r], pool.at[target[first + r]], sem)
 
     def row(r: jax.Array) -> None:
-        # Selected, since nothing was read for a row that starts from zeros.
-        earlier = storage.decode(tails[r]).astype(F32)
-        earlier = jnp.where(fresh[first + r] == 1, 0.0, earlier)
-        inputs = [*(earlier[j] for j in range(keep)), rows[r]]
-        total = weighted_sum(inputs, [taps[j] for j in range(taps.shape[0])], activation)
-        for j, tap in enumerate(inputs[1:]):
-            tails[r, j] = storage.encode(tap, tails.dtype)
-        rows[r] = total
+        tail, from_zeros = tails.at[r], fresh[first + r] == 1
+        rows[r] = advance(tail, tail, rows[r], taps, from_zeros, activation)
 
     each(lambda r: reading(r, lambda copy: copy.start()))
-    for h in range(heads):
-        rows[:, h, :] = x[:, h * LANES : (h + 1) * LANES].astype(F32)
+    cut(x, rows)
     each(lambda r: reading(r, lambda copy: copy.wait()))
     each(row)
     each(lambda r: writing(r).start())
     # Selected, since padding tokens may hold anything.
-    decodes = lax.broadcasted_iota(jnp.int32, (size, 1), 0) < used
-    for h in range(heads):
-        new = jnp.where(decodes, rows[:, h, :], 0.0)
-        y[:, h * LANES : (h + 1) * LANES] = new.astype(y.dtype)
+    decodes = lax.broadcasted_iota(jnp.int32, (size, 1, 1), 0) < used
+    rows[...] = jnp.where(decodes, rows[...], 0.0)
+    join(rows, y)
     each(lambda r: writing(r).wait())

@@ -16,21 +16,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import storage
+from pallas_kernels.causal_conv1d import tpu_decode as convolution
+from pallas_kernels.causal_conv1d.tpu_decode import ROWS
+from pallas_kernels.causal_conv1d.tpu_window import taps_of
 from pallas_kernels.gated_delta_net.operands import States, Weights
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.tpu_chip import LANES
-from pallas_kernels.tpu_rows import decode_schedule
-
-F32 = jnp.float32
-ROWS = 16  # rows whose channels come in one transfer: the sublanes of a bfloat16 tile
+from pallas_kernels.tpu_rows import F32, Slots, decode_schedule
 
 
 def decode(
     tokens: tuple[jax.Array, jax.Array, jax.Array],
     state: States,
     ragged: RaggedBatch,
-    slots: tuple[jax.Array, jax.Array],
+    slots: Slots,
     *,
     weights: Weights,
     k_heads: int,
@@ -56,16 +55,15 @@ def decode(
     """
     qkv, a, b = tokens
     rows, channels = qkv.shape
-    width, v_heads = weights.conv.shape[1], b.shape[1]
-    heads, size = channels // LANES, min(rows, ROWS)
-    bias = jnp.zeros(channels, qkv.dtype) if weights.conv_bias is None else weights.conv_bias
-    layer = (weights.conv.T, bias[None], jnp.stack([weights.A_log, weights.dt_bias]))
+    v_heads, heads, size = b.shape[1], channels // LANES, min(rows, ROWS)
+    taps = taps_of(weights.conv, weights.conv_bias).reshape(-1, heads, LANES)
+    layer = (taps, jnp.stack([weights.A_log, weights.dt_bias]))
 
     def part(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         return pl.BlockSpec((size, x.shape[1]), lambda i, *_: (i // size, 0))
 
     def whole(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda i, *_: (0, 0))
+        return pl.BlockSpec(x.shape, lambda i, *_: (0,) * x.ndim)
 
     def slot(which: int, x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((1, *x.shape[1:]), lambda i, *scalars: (scalars[which][i], 0, 0, 0))
@@ -85,14 +83,13 @@ def decode(
             ],
             out_specs=(part(out), *(slot(1, x) for x in state)),
             scratch_shapes=[
-                pltpu.VMEM((width + 1, heads, LANES), F32),
                 pltpu.VMEM((size, heads, LANES), F32),
                 pltpu.VMEM((size, 2 * v_heads), F32),
                 pltpu.VMEM((v_heads, LANES), F32),
                 pltpu.VMEM((size, v_heads, LANES), F32),
             ],
         ),
-        input_output_aliases={10: 1, 11: 2},
+        input_output_aliases={9: 1, 10: 2},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem
         ),
@@ -107,36 +104,26 @@ def decode(
 
 
 def _kernel(
-    source, target, fresh, count, qkv, a, b, conv, bias, decays, inputs, before, out, inputs_after,
-    after, taps, rows, gates, v_row, out_rows, *, k_heads: int, max_beta: float,
+    source, target, fresh, count, qkv, a, b, taps, decays, inputs, before, out, inputs_after,
+    after, rows, gates, v_row, out_rows, *, k_heads: int, max_beta: float,
 ) -> None:  # fmt: skip
     """One row.
 
-    SMEM: source, target, fresh i32[S], count i32[1]. VMEM: qkv [R, C]; a, b [R, Hv]; conv [W, C];
-    bias [1, C]; decays [2, Hv], A_log and dt_bias; inputs, inputs_after [1, W - 1, C / 128, 128];
-    before, after [1, Hv, 128, 128]; out [R, Hv 128]. Float32 scratch: taps [W + 1, C / 128, 128],
-    the last of which is the bias; rows [R, C / 128, 128]; gates [R, 2 Hv]; v_row [Hv, 128];
-    out_rows [R, Hv, 128].
+    SMEM: `tpu_rows.decode_schedule`. VMEM: qkv [R, C]; a, b [R, Hv]; taps [W or W + 1, C / 128,
+    128]; decays [2, Hv], A_log and dt_bias; inputs, inputs_after [1, W - 1, C / 128, 128]; before,
+    after [1, Hv, 128, 128]; out [R, Hv 128]. Float32 scratch: rows [R, C / 128, 128]; gates
+    [R, 2 Hv]; v_row [Hv, 128]; out_rows [R, Hv, 128].
     """
     del source, target  # used by the index maps
-    size, heads, width = rows.shape[0], rows.shape[1], taps.shape[0] - 1
-    v_heads = b.shape[1]
+    size, v_heads = b.shape
     group = v_heads // k_heads
     i = pl.program_id(0)
     r = lax.rem(i, size)
 
-    @pl.when(i == 0)
-    def _prepare_layer() -> None:
-        for h in range(heads):
-            lanes = slice(h * LANES, (h + 1) * LANES)
-            taps[:width, h, :] = conv[:, lanes].astype(F32)
-            taps[width:, h, :] = bias[:, lanes].astype(F32)
-
     # All rows of a block at once: a packed bfloat16 tile cannot be read at a dynamic row.
     @pl.when(r == 0)
     def _prepare_rows() -> None:
-        for h in range(heads):
-            rows[:, h, :] = qkv[:, h * LANES : (h + 1) * LANES].astype(F32)
+        convolution.cut(qkv, rows)
         x = a[...].astype(F32) + decays[1:]
         softplus = jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
         gates[:, :v_heads] = jnp.exp(-jnp.exp(decays[:1]) * softplus)
@@ -146,16 +133,8 @@ def _kernel(
     @pl.when(i < count[0])
     def _row() -> None:
         from_zeros = fresh[i] == 1
-
-        def read(pool: Any, j: int) -> jax.Array:
-            # Selected, since the slot may hold anything.
-            return jnp.where(from_zeros, 0.0, storage.decode(pool[0, j]).astype(F32))
-
-        tail = [*(read(inputs, j) for j in range(width - 1)), rows[r]]
-        for j, x in enumerate(tail[1:]):
-            inputs_after[0, j] = storage.encode(x, inputs.dtype)
-        y = sum((x * taps[j] for j, x in enumerate(tail)), taps[width])
-        y = y * lax.logistic(y)
+        tails = inputs.at[0], inputs_after.at[0]
+        y = convolution.advance(*tails, rows[r], taps, from_zeros, "silu")
         v_row[...] = y[2 * k_heads :]
         q, k = y[:k_heads], y[k_heads : 2 * k_heads]
         q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + 1e-6) for x in (q, k))
@@ -167,7 +146,8 @@ def _kernel(
             qh, kh = columns[:, at : at + 1], columns[:, k_heads + at : k_heads + at + 1]
             decay, beta = gate[:, h : h + 1], gate[:, v_heads + h : v_heads + h + 1]
             # The output comes from the old state too, so that both sums go over it at once.
-            old = read(before, h)
+            # Selected, since the slot may hold anything.
+            old = jnp.where(from_zeros, 0.0, before[0, h])
             old_q, old_k = (jnp.sum(old * x, axis=0, keepdims=True) for x in (qh, kh))
             delta = beta * (v_row[h : h + 1] - decay * old_k)
             after[0, h] = decay * old + kh * delta
@@ -181,5 +161,4 @@ def _kernel(
 
     @pl.when((r == size - 1) | (i == pl.num_programs(0) - 1))
     def _finish() -> None:
-        for h in range(v_heads):
-            out[:, h * LANES : (h + 1) * LANES] = out_rows[:, h, :].astype(out.dtype)
+        convolution.join(out_rows, out)

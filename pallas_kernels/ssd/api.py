@@ -4,6 +4,7 @@ import jax
 
 from pallas_kernels import registry
 from pallas_kernels.checks import (
+    check_dt_limit,
     check_float32,
     check_floating,
     check_groups,
@@ -101,7 +102,6 @@ def _check(
     })  # fmt: skip
     check_float32(OP, A=A, state=state)
     check_groups(OP, heads, groups)
-    if not 0 <= dt_limit[0] <= dt_limit[1]:
-        raise ValueError(f"{OP}: dt_limit must be 0 <= lowest <= highest, got {dt_limit}")
+    check_dt_limit(OP, dt_limit)
     check_floating(OP, x=x, dt=dt, B=B, C=C)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)

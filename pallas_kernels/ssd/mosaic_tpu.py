@@ -69,15 +69,23 @@ def refuses(facts: Facts) -> str | None:
         return reason
     x, B = facts.values["x"], facts.values["B"]
     (heads, width), (groups, size) = x.shape[1:], B.shape[1:]
+    reason = refuses_heads(heads, width, groups, size)
+    if reason is not None:
+        return reason
+    chip = tpu_chip.CHIPS[facts.device_kind]
+    blocks = decode_heads(x, B, chip), prefill_heads(x, B, chip)
+    if None in blocks[: 1 if facts.values["decode_only"] else 2]:
+        return f"{facts.device_kind}'s VMEM is too small for one head's state"
+    return None
+
+
+def refuses_heads(heads: int, width: int, groups: int, size: int) -> str | None:
+    """Why heads of `width` channels and groups of weights of `size` do not lie in whole vectors."""
     if size % LANES or LANES % width or heads // groups * width % LANES:
         return (
             f"state size must be a multiple of {LANES}, head dim a divisor of it, and a group's "
             f"heads whole vectors of {LANES} channels; not {size}, {width}, {heads // groups} heads"
         )
-    chip = tpu_chip.CHIPS[facts.device_kind]
-    blocks = decode_heads(x, B, chip), prefill_heads(x, B, chip)
-    if None in blocks[: 1 if facts.values["decode_only"] else 2]:
-        return f"{facts.device_kind}'s VMEM is too small for one head's state"
     return None
 
 

@@ -179,6 +179,31 @@ def ssd_oracle(
     return out, state.reshape(len(state), -1)
 
 
+def mamba2_oracle(
+    xBC: np.ndarray,
+    dt: np.ndarray,
+    conv: np.ndarray,
+    recurrent: np.ndarray,
+    *,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    A_log: np.ndarray,
+    D: np.ndarray,
+    dt_bias: np.ndarray,
+    dt_limit: tuple[float, float],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One sequence: xBC [T, C], dt [T, H], after inputs conv [W - 1, C] and state recurrent
+    [N, H P]. Returns y [T, H P] and both states.
+    """
+    (tokens, heads), (size, inner), keep = dt.shape, recurrent.shape, len(conv)
+    inputs = np.concatenate([conv, xBC])
+    mixed = convolution_oracle(inputs, weight, bias, "silu")[keep:]
+    x, weights = mixed[:, :inner].reshape(tokens, heads, -1), mixed[:, inner:]
+    B, C = np.moveaxis(weights.reshape(tokens, 2, -1, size), 1, 0)
+    y, recurrent = ssd_oracle(x, dt, -np.exp(A_log), B, C, D, dt_bias, recurrent, dt_limit)
+    return y.reshape(tokens, inner), inputs[len(inputs) - keep :], recurrent
+
+
 def rwkv7_oracle(
     r: np.ndarray,
     w: np.ndarray,

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import causal_conv1d, registry, storage
 from pallas_kernels import gated_delta_net as op
+from pallas_kernels import registry
 from pallas_kernels.gated_delta_net.cases import CASES, Case
+from tests.helpers import slots
 from tests.helpers.ragged import Rows, delta_net_oracle
-from tests.helpers.slots import BATCHES, rounded
+from tests.helpers.slots import BATCHES, Tokens, rounded
 
 SMALL = [case for case in CASES if case.name.startswith("tiny")]
 LARGE = [case for case in CASES if not case.name.startswith("tiny")]
@@ -44,84 +45,34 @@ def options(case: Case, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def slots_of(
-    rows: Rows, rng: np.random.Generator, shared: bool
-) -> tuple[int, np.ndarray, np.ndarray]:
-    """How many slots there are; those to read and those to write, of which some are the same."""
-    slots = 2 * rows.num_rows + 2
-    order = rng.permutation(np.arange(1, slots))
-    read, write = (order[i : i + rows.num_rows].copy() for i in (0, rows.num_rows))
-    write[::3] = read[::3]  # some rows update their slot in place
-    if shared:
-        read[:], write[:] = order[0], order[1 : rows.num_rows + 1]
-    return slots, read, write
-
-
-def pools_of(
-    case: Case, rows: Rows, slots: int, read: np.ndarray, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Of the convolution and the recurrence: NaN but where a row with earlier tokens reads."""
-    keep, state = case.width - 1, (case.num_v_heads, case.k_dim, case.v_dim)
-    conv = np.full((slots, keep, case.channels), np.nan)
-    recurrent = np.full((slots, *state), np.nan)
-    for row, (earlier, _) in enumerate(rows.all):
-        if earlier:
-            inputs = rounded(rng.normal(size=conv.shape[1:]), case.dtype)
-            inputs[: max(keep - earlier, 0)] = 0
-            conv[read[row]] = inputs
-            recurrent[read[row]] = rng.normal(size=state).astype(np.float32)
-    return conv, recurrent
+def draw(case: Case, num_tokens: int, seed: int = 0) -> Tokens:
+    """Random operands [num_tokens, ...] of a layer whose weights are `parameters(case, seed)`."""
+    rng = np.random.default_rng(seed)
+    heads = case.num_v_heads
+    decays = (heads, case.k_dim)[: 1 + case.per_channel]
+    shapes = {"qkv": (case.channels,), "a": decays, "b": (heads,)}
+    return Tokens(
+        {n: rounded(rng.normal(size=(num_tokens, *x)), case.dtype) for n, x in shapes.items()},
+        dict.fromkeys(shapes, case.dtype),
+        functools.partial(
+            delta_net_oracle, **parameters(case, seed),
+            k_heads=case.num_k_heads, max_beta=1.0 + case.allow_neg_eigval,
+        ),
+        (heads, case.k_dim, case.v_dim),
+        (heads, case.v_dim),
+        case.dtype,
+    )  # fmt: skip
 
 
 def check_call(
     call: Callable[..., Any], case: Case, rows: Rows, seed: int = 0, *, shared: bool = False
 ) -> None:
-    """Out and every slot of both pools. `shared`: all rows read the same slot.
-
-    Everything that must not be read is NaN: padding tokens, free slots, and the slots of rows
-    without earlier tokens.
-    """
-    rng = np.random.default_rng(seed)
-    heads, tokens = case.num_v_heads, rows.num_tokens
-    decays = (heads, case.k_dim)[: 1 + case.per_channel]
-    shapes = {"qkv": (case.channels,), "a": decays, "b": (heads,)}
-    arrays = {
-        name: rounded(rng.normal(size=(tokens, *shape)), case.dtype)
-        for name, shape in shapes.items()
-    }
-    for array in arrays.values():
-        array[sum(query for _, query in rows.all) :] = np.nan
-    slots, read, write = slots_of(rows, rng, shared)
-    used, (conv, recurrent) = len(rows.all), pools_of(case, rows, slots, read, rng)
-    known = {"k_heads": case.num_k_heads, "max_beta": 1.0 + case.allow_neg_eigval}
-    expected, after = np.zeros((tokens, heads, case.v_dim)), (conv.copy(), recurrent.copy())
-    for row, (earlier, _) in enumerate(rows.all):
-        part = {name: x[rows.slices[row]] for name, x in arrays.items()}
-        before = [x[read[row]] if earlier else np.zeros(x.shape[1:]) for x in (conv, recurrent)]
-        expected[rows.slices[row]], *new = delta_net_oracle(
-            **part, conv=before[0], recurrent=before[1], **parameters(case, seed), **known
-        )
-        for pool, value in zip(after, new, strict=True):
-            pool[write[row]] = value
-    read[used:] = write[used:] = 0
-    stored = storage.encode(jnp.asarray(conv, case.dtype), storage.storage_dtype(case.dtype))
-    pool = stored.reshape(causal_conv1d.state_shape(slots, *conv.shape[1:]))
-    out, new = call(
-        **{name: jnp.asarray(x, case.dtype) for name, x in arrays.items()},
-        state=op.States(pool, jnp.asarray(recurrent, jnp.float32)),
-        ragged=rows.ragged(),
-        read_slots=jnp.asarray(read, jnp.int32),
-        write_slots=jnp.asarray(write, jnp.int32),
-        weights=options(case, seed)["weights"],
-    )
-    assert out.dtype == jnp.dtype(case.dtype)
-    np.testing.assert_allclose(np.asarray(out, float), expected, rtol=0, atol=case.atol)
-    inputs = np.asarray(storage.decode(new.conv), float).reshape(conv.shape)
-    np.testing.assert_array_equal(inputs[1:], after[0][1:])
-    states = np.asarray(new.recurrent, float)
-    np.testing.assert_allclose(states, after[1], rtol=0, atol=case.state_atol)
-    untouched = [slot for slot in range(slots) if slot not in write[:used]]
-    np.testing.assert_array_equal(states[untouched], recurrent[untouched])
+    """Out and every slot of both pools. `shared`: all rows read the same slot."""
+    slots.check_convolved(
+        functools.partial(call, weights=options(case, seed)["weights"]),
+        draw(case, rows.num_tokens, seed), rows, (case.width - 1, case.channels), op.States,
+        atol=case.atol, state_atol=case.state_atol, seed=seed, shared=shared,
+    )  # fmt: skip
 
 
 @functools.cache

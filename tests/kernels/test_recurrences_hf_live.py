@@ -2,14 +2,20 @@
 
 from importlib import import_module
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gated_delta_rule, gla, selective_scan, ssd
+from pallas_kernels import gated_delta_rule, gla, mamba2, selective_scan, ssd
+from pallas_kernels.causal_conv1d import state_shape
 from pallas_kernels.gated_delta_rule.cases import Case as DeltaCase
+from pallas_kernels.mamba2.cases import Case as Mamba2Case
 from pallas_kernels.selective_scan.cases import Case as ScanCase
 from pallas_kernels.ssd.cases import Case as SsdCase
+from tests.helpers.ragged import Rows
 from tests.kernels import test_gated_delta_rule as delta_tests
+from tests.kernels import test_mamba2 as mamba2_tests
 from tests.kernels import test_selective_scan as scan_tests
 from tests.kernels import test_ssd as ssd_tests
 
@@ -53,6 +59,55 @@ def test_ssd(model: str, dt_limit: tuple[float, float]) -> None:
         ours = form(**tokens.on_device(), **ssd_tests.on_device(case), dt_limit=dt_limit)
         channels = state.flatten(1, 2).transpose(1, 2)  # [1, H, P, N] -> [1, N, H P]
         same(ours, (y, channels))
+
+
+def test_mamba2_mixer() -> None:
+    """A whole mixer but for its projections and its norm; ours takes the last tokens one by one."""
+    from transformers.models.nemotron_h import modeling_nemotron_h as theirs
+
+    case, last = Mamba2Case("hf", 4, 8, 2, 16), 3
+    inner, weights = case.heads * case.head_dim, mamba2_tests.parameters(case)
+    config = theirs.NemotronHConfig(
+        hidden_size=64, mamba_num_heads=case.heads, mamba_head_dim=case.head_dim,
+        n_groups=case.groups, ssm_state_size=case.state_size, conv_kernel=case.width,
+        use_conv_bias=True, chunk_size=32, layer_types=["linear_attention"], num_hidden_layers=1,
+        time_step_min=0.0,
+    )  # fmt: skip
+    mixer = theirs.NemotronHMamba2Mixer(config, 0).eval()
+    mixer.in_proj = mixer.out_proj = torch.nn.Identity()
+    mixer.norm = Ungated()
+    loaded = {name: weights[name] for name in ("A_log", "D", "dt_bias")}
+    loaded |= {"conv1d.weight": weights["weight"][:, None], "conv1d.bias": weights["bias"]}
+    mixer.load_state_dict(parameters(loaded))
+    tokens = mamba2_tests.draw(case, TOKENS)
+    z = np.zeros((TOKENS, inner))
+    with torch.no_grad():
+        y = mixer(batched({"x": np.concatenate([z, *tokens.arrays.values()], axis=1)})["x"])
+
+    states = mamba2.States(
+        jnp.zeros(state_shape(2, case.width - 1, case.channels)),
+        jnp.zeros((2, case.state_size, inner)),
+    )
+    run, slot = jax.jit(mamba2.mamba2), jnp.ones(1, jnp.int32)
+    begun = TOKENS - last
+    steps = [(0, Rows(prefill=((0, begun),)))]
+    steps += [(n, Rows(decode=(n,))) for n in range(begun, TOKENS)]
+    for start, rows in steps:
+        part = {n: x[start : start + rows.num_tokens] for n, x in tokens.on_device().items()}
+        out, states = run(
+            **part, state=states, ragged=rows.ragged(), read_slots=slot, write_slots=slot,
+            weights=mamba2_tests.weights_of(case),
+        )  # fmt: skip
+        other = y[0, start : start + rows.num_tokens].numpy()
+        np.testing.assert_allclose(out, other, rtol=0, atol=ATOL)
+
+
+class Ungated(torch.nn.Module):
+    """In the place of a gated norm."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        del gate
+        return x
 
 
 def test_selective_scan() -> None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import RaggedBatch, gated_delta_net, gated_delta_rule
+from pallas_kernels import RaggedBatch, gated_delta_net, gated_delta_rule, mamba2
 from pallas_kernels.causal_conv1d import causal_conv1d, state_shape
 from pallas_kernels.causal_conv1d.cases import CASES as CONVOLUTION_CASES
 from pallas_kernels.gated_delta_net.cases import CASES as NET_CASES
@@ -14,6 +14,7 @@ from pallas_kernels.gated_delta_rule.cases import CASES, Case
 from pallas_kernels.gla import gla
 from pallas_kernels.gla.cases import CASES as GLA_CASES
 from pallas_kernels.gla.cases import Case as GlaCase
+from pallas_kernels.mamba2.cases import CASES as MAMBA2_CASES
 from pallas_kernels.rows import clear_rows, copy_rows
 from pallas_kernels.rows.cases import CASES as ROWS
 from pallas_kernels.rwkv7 import rwkv7
@@ -33,6 +34,8 @@ GATED_DELTA = {case.name: case for case in CASES}
 GLA = {case.name: case for case in GLA_CASES}
 NETS = {case.name: case for case in NET_CASES}
 FUSED_DECODE = ("gated_delta_net_decode",)
+FUSED_MAMBA2 = ("mamba2_decode",)
+MAMBA2 = {case.name: case for case in MAMBA2_CASES}
 SSD = {case.name: case for case in SSD_CASES}
 RWKV7 = {case.name: case for case in RWKV7_CASES}
 SCAN = {case.name: case for case in SCAN_CASES}
@@ -227,6 +230,59 @@ def test_ssd_mixed(name: str, chip: str) -> None:
     arguments = ssd_arguments(SSD[name], 300, 20)
     compiled = compile_for(chip, run_ssd(SSD[name], False), arguments, donate=(7,))
     check_in_place(compiled, arguments[7], kernels=("ssd_decode", "ssd_prefill"))
+
+
+def compile_mamba2(chip: str, name: str, tokens: int, rows: int, kernels: Sequence[str]) -> None:
+    case, slots = MAMBA2[name], 2 * rows + 1
+    weight, bias, xBC, dt, conv = (
+        shape(case.dtype, *dims)
+        for dims in (
+            (case.channels, case.width),
+            (case.channels,),
+            (tokens, case.channels),
+            (tokens, case.heads),
+            state_shape(slots, case.width - 1, case.channels),
+        )
+    )
+    recurrent = shape("float32", slots, case.state_size, case.heads * case.head_dim)
+    weights = mamba2.Weights(weight, bias, *[shape("float32", case.heads)] * 3)
+
+    def run(conv, recurrent, xBC, dt, weights, starts, lens, counts, read, write):
+        ragged = RaggedBatch(starts, lens, counts, tokens == rows)
+        states = mamba2.States(conv, recurrent)
+        return mamba2.mamba2(xBC, dt, states, ragged, read, write, weights=weights)
+
+    arguments = (conv, recurrent, xBC, dt, weights, *batch_arguments(rows))
+    compiled = compile_for(chip, run, arguments, donate=(0, 1))
+    check_in_place(compiled, recurrent, kernels=kernels)
+    # Other kernels leave XLA some vector memory, which it may use for inputs.
+    if kernels == FUSED_MAMBA2:
+        assert {opcode for opcode, dims in results(compiled) if dims == conv.shape} <= FREE
+
+
+@pytest.mark.parametrize("chip", EVERY_CHIP)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("nemotron_3_nano", 64),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in (("nemotron_3_nano", 1), ("bamba_9b", 20), ("falcon_h1_7b", 20))
+        ),
+    ],
+)
+def test_mamba2_decode(name: str, rows: int, chip: str) -> None:
+    two_cores = chip in ("v4", "v5p")
+    separate = ("causal_conv1d_decode", "ssd_decode")
+    compile_mamba2(chip, name, rows, rows, separate if two_cores else FUSED_MAMBA2)
+
+
+@pytest.mark.slow
+def test_mamba2_mixed() -> None:
+    kernels = [
+        f"{op}_{phase}" for op in ("causal_conv1d", "ssd") for phase in ("decode", "prefill")
+    ]
+    compile_mamba2("v6e", "nemotron_3_nano", 300, 20, kernels)
 
 
 @pytest.mark.parametrize("chip", EVERY_CHIP)
