@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import mamba2 as op
-from pallas_kernels import registry
 from pallas_kernels.mamba2.cases import CASES, Case
+from pallas_kernels.registry import REFERENCE
 from tests.helpers import slots
 from tests.helpers.ragged import Rows, mamba2_oracle
-from tests.helpers.slots import BATCHES, Tokens, rounded
+from tests.helpers.slots import BATCHES, DECODE_BATCHES, Tokens, rounded
 
 SMALL = [case for case in CASES if case.name.startswith("tiny")]
-LARGE = [case for case in CASES if not case.name.startswith("tiny")]
-IMPLEMENTATIONS = registry.implementations("mamba2", "cpu")
 
 
 def parameters(case: Case, seed: int = 0) -> dict[str, Any]:
@@ -86,25 +84,20 @@ def check(case: Case, rows: Rows, implementation: str | None, seed: int = 0) -> 
     check_call(_jitted(case, implementation), case, rows, seed)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_small_shapes(case: Case, batch: str, implementation: str) -> None:
-    check(case, BATCHES[batch], implementation)
+def test_small_shapes(batch: str) -> None:
+    check(SMALL[0], BATCHES[batch], REFERENCE)
+
+
+@pytest.mark.parametrize("batch", DECODE_BATCHES)
+def test_clamped_step_sizes(batch: str) -> None:
+    check(SMALL[1], DECODE_BATCHES[batch], REFERENCE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
-def test_model_shapes(case: Case, implementation: str) -> None:
-    check(case, Rows(decode=(0, 9), prefill=((0, 5), (3, 70)), pad_rows=1), implementation)
-
-
-def test_separate_ops_choose_for_themselves() -> None:
-    with registry.recording() as choices:
-        check_call(jax.jit(op.mamba2), SMALL[0], Rows(decode=(3, 0)))
-    chosen = [(choice.op, choice.implementation) for choice in choices]
-    assert chosen == [(op, "reference") for op in ("mamba2", "causal_conv1d", "ssd")]
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name)
+def test_all_shapes(case: Case) -> None:
+    check(case, Rows(decode=(0, 9), prefill=((0, 5), (3, 70)), pad_rows=1), REFERENCE)
 
 
 @pytest.mark.parametrize(

@@ -126,12 +126,13 @@ def test_refusals_have_reasons() -> None:
          {"causal_conv1d": "mosaic_tpu", "ssd": "reference"}),
         (("gpu", "NVIDIA H100 80GB HBM3"), {},
          {"causal_conv1d": "triton_gpu", "ssd": "triton_gpu"}),
+        (("cpu", "cpu"), {}, {"causal_conv1d": "reference", "ssd": "reference"}),
     ],
 )  # fmt: skip
 def test_what_runs(
     kind: tuple[str, str], choices: dict[str, str], expected: dict[str, str]
 ) -> None:
-    """Where the kernel does not, those of the separate ops do."""
+    """Where the kernel does not, those of the separate ops do, if there are any."""
     case, slot = CASE["nemotron_3_nano"], jnp.zeros(2, jnp.int32)
     inputs = jnp.zeros(state_shape(3, case.width - 1, case.channels), case.dtype)
     states = op.States(inputs, jnp.zeros((3, case.state_size, case.heads * case.head_dim)))

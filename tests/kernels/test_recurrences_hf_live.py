@@ -61,6 +61,7 @@ def test_ssd(model: str, dt_limit: tuple[float, float]) -> None:
         same(ours, (y, channels))
 
 
+@pytest.mark.slow
 def test_mamba2_mixer() -> None:
     """A whole mixer but for its projections and its norm; ours takes the last tokens one by one."""
     from transformers.models.nemotron_h import modeling_nemotron_h as theirs
