@@ -20,6 +20,7 @@ from pallas_kernels.ragged import RaggedBatch
 
 F32 = jnp.float32
 CHUNK = 128
+ROWS = 16  # decode rows whose tokens come in one transfer: the sublanes of a bfloat16 tile
 NEVER = -1e30  # a log decay: exp gives 0
 Slots = tuple[jax.Array, jax.Array]  # to read, to write
 
@@ -157,6 +158,83 @@ def _decode_kernel(body: RowBody, source, target, fresh, count, *refs) -> None:
     @pl.when((i == 0) & (count[0] == 0))
     def _nothing() -> None:
         after[...] = before[...]
+
+
+def decode_whole(
+    kernel: Callable[..., None],
+    tokens: Sequence[jax.Array],
+    layer: Sequence[jax.Array],
+    pools: Sequence[jax.Array],
+    ragged: RaggedBatch,
+    slots: Slots,
+    *,
+    name: str,
+    width: int,
+    scratch: Sequence[Any],
+    vmem: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel over the decode rows of a batch, of several pools and with all heads at once.
+
+    The grid goes over rows. The pipeline fetches the slots of row i + 1 while row i is computed and
+    row i - 1 is on its way to its slots. Other rows touch no slot.
+
+    Args:
+        kernel: of one row. Its refs: `decode_schedule` in SMEM; in VMEM tokens [R, n] each, of the
+            R rows that are a block with this one, layer, the slots [1, ...] of the pools before,
+            out [R, width], and the slots after; scratch.
+        tokens: [S, n] each; out has the dtype of the first.
+        layer: what is the same for all rows.
+        pools: [slots, ...] each, updated in place.
+        ragged: row boundaries.
+        slots: the slots to read and to write, i32[S] each.
+        name: of the kernel.
+        width: of out.
+        scratch: of the kernel.
+        vmem: bytes of VMEM. The kernel claims all of it: in what is left XLA would put a small pool
+            and copy it there and back as a whole.
+        interpret: as for `pl.pallas_call`.
+
+    Returns:
+        out [S, width], and the new `pools`.
+    """
+    rows = tokens[0].shape[0]
+    size = min(rows, ROWS)
+    out = jax.ShapeDtypeStruct((rows, width), tokens[0].dtype)
+
+    def part(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+        return pl.BlockSpec((size, x.shape[1]), lambda i, *_: (i // size, 0))
+
+    def whole(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda i, *_: (0,) * x.ndim)
+
+    def slot(which: int, x: jax.Array) -> pl.BlockSpec:
+        rest = (0,) * (x.ndim - 1)
+        return pl.BlockSpec((1, *x.shape[1:]), lambda i, *scalars: (scalars[which][i], *rest))
+
+    schedule = decode_schedule(ragged, slots)
+    given = len(schedule) + len(tokens) + len(layer)
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        out_shape=(out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(schedule),
+            grid=(rows,),
+            in_specs=[
+                *(part(x) for x in tokens),
+                *(whole(x) for x in layer),
+                *(slot(0, x) for x in pools),
+            ],
+            out_specs=(part(out), *(slot(1, x) for x in pools)),
+            scratch_shapes=scratch,
+        ),
+        input_output_aliases={given + n: 1 + n for n in range(len(pools))},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem
+        ),
+        interpret=interpret,
+    )(*schedule, *tokens, *layer, *pools)
 
 
 def gates_by_block(gates: Sequence[jax.Array], heads: int) -> jax.Array:

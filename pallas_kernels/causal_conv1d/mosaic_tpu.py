@@ -14,7 +14,7 @@ from pallas_kernels.causal_conv1d import tpu_decode, tpu_prefill, tpu_window
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
 from pallas_kernels.tpu_chip import LANES
-from pallas_kernels.tpu_rows import CHUNK
+from pallas_kernels.tpu_rows import CHUNK, ROWS
 
 BLOCK = 2048  # channels per grid step of prefill, if they divide the channels
 
@@ -64,7 +64,7 @@ def refuses(facts: Facts) -> str | None:
         return f"takes at most {tpu_window.MOST_TAPS} taps, not {width}"
     lanes, itemsize = prefill_lanes(channels), jnp.dtype(x.dtype).itemsize
     prefill = CHUNK * lanes * (4 * itemsize + 2 * 4)
-    decode = tpu_decode.ROWS * channels * (itemsize * (width + 3) + 2 * 4)
+    decode = ROWS * channels * (itemsize * (width + 3) + 2 * 4)
     chip = tpu_chip.CHIPS[facts.device_kind]
     if max(prefill, decode) > chip.vmem_limit:
         return f"{facts.device_kind}'s VMEM is too small for {channels} channels"

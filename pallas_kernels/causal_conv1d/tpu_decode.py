@@ -18,9 +18,7 @@ from pallas_kernels import storage
 from pallas_kernels.causal_conv1d.tpu_window import weighted_sum
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.tpu_chip import LANES
-from pallas_kernels.tpu_rows import F32, Slots, decode_schedule
-
-ROWS = 16  # rows per grid step: the sublanes of a bfloat16 tile
+from pallas_kernels.tpu_rows import F32, ROWS, Slots, decode_schedule
 
 
 def decode(

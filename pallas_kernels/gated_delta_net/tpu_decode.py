@@ -16,13 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import tpu_rows
 from pallas_kernels.causal_conv1d import tpu_decode as convolution
-from pallas_kernels.causal_conv1d.tpu_decode import ROWS
 from pallas_kernels.causal_conv1d.tpu_window import taps_of
 from pallas_kernels.gated_delta_net.operands import States, Weights
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.tpu_chip import LANES
-from pallas_kernels.tpu_rows import F32, Slots, decode_schedule
+from pallas_kernels.tpu_rows import F32, ROWS, Slots
 
 
 def decode(
@@ -46,60 +46,27 @@ def decode(
         weights: of the layer.
         k_heads: Hk.
         max_beta: factor on sigmoid(b).
-        vmem: bytes of VMEM. The kernel claims all of it: in what is left XLA would put a pool of
-            inputs that fits, and copy it there and back as a whole.
+        vmem: bytes of VMEM that the kernel claims, see `tpu_rows.decode_whole`.
         interpret: as for `pl.pallas_call`.
 
     Returns:
         out [S, Hv, 128], 0 for rows that do not decode, and the new `state`.
     """
-    qkv, a, b = tokens
-    rows, channels = qkv.shape
-    v_heads, heads, size = b.shape[1], channels // LANES, min(rows, ROWS)
+    rows, channels = tokens[0].shape
+    v_heads, heads, size = tokens[2].shape[1], channels // LANES, min(rows, ROWS)
     taps = taps_of(weights.conv, weights.conv_bias).reshape(-1, heads, LANES)
-    layer = (taps, jnp.stack([weights.A_log, weights.dt_bias]))
-
-    def part(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-        return pl.BlockSpec((size, x.shape[1]), lambda i, *_: (i // size, 0))
-
-    def whole(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda i, *_: (0,) * x.ndim)
-
-    def slot(which: int, x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec((1, *x.shape[1:]), lambda i, *scalars: (scalars[which][i], 0, 0, 0))
-
-    out = jax.ShapeDtypeStruct((rows, v_heads * LANES), qkv.dtype)
-    out, *pools = pl.pallas_call(
-        functools.partial(_kernel, k_heads=k_heads, max_beta=max_beta),
-        name="gated_delta_net_decode",
-        out_shape=(out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(rows,),
-            in_specs=[
-                *(part(x) for x in tokens),
-                *(whole(x) for x in layer),
-                *(slot(0, x) for x in state),
-            ],
-            out_specs=(part(out), *(slot(1, x) for x in state)),
-            scratch_shapes=[
-                pltpu.VMEM((size, heads, LANES), F32),
-                pltpu.VMEM((size, 2 * v_heads), F32),
-                pltpu.VMEM((v_heads, LANES), F32),
-                pltpu.VMEM((size, v_heads, LANES), F32),
-            ],
-        ),
-        input_output_aliases={9: 1, 10: 2},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem
-        ),
-        interpret=interpret,
-    )(
-        *decode_schedule(ragged, slots),
-        *tokens,
-        *layer,
-        *state,
+    decays = jnp.stack([weights.A_log, weights.dt_bias])
+    shapes = (
+        (size, heads, LANES),
+        (size, 2 * v_heads),
+        (v_heads, LANES),
+        (size, v_heads, LANES),
     )
+    out, *pools = tpu_rows.decode_whole(
+        functools.partial(_kernel, k_heads=k_heads, max_beta=max_beta), tokens, (taps, decays),
+        state, ragged, slots, name="gated_delta_net_decode", width=v_heads * LANES,
+        scratch=[pltpu.VMEM(shape, F32) for shape in shapes], vmem=vmem, interpret=interpret,
+    )  # fmt: skip
     return out.reshape(rows, v_heads, LANES), States(*pools)
 
 

@@ -15,11 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged import RaggedBatch
-from pallas_kernels.tpu_rows import decode_schedule, gates_by_block, head_part
+from pallas_kernels.tpu_rows import F32, ROWS, decode_schedule, gates_by_block, head_part
 
-F32 = jnp.float32
 Tokens = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
-ROWS = 16  # rows whose q, k, v come in one transfer: the sublanes of a bfloat16 tile
 
 
 def decode(

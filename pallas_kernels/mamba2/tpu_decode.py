@@ -1,11 +1,9 @@
 """Decode on TPU: from projected channels to the output in one kernel, all states in place.
 
-The grid goes over rows. The pipeline fetches both states of row i + 1 from its read slot while row
-i is computed and row i - 1 is on its way to its write slot. 128 channels are a vector of lanes,
-which hold one head or several of one group: inputs, step sizes, decays and outputs are rows of a
-tile, what is written and read (B and C) are columns, and a sum over N goes over whole vectors. All
-of it is float32, on the vector units: with one token per row, a matrix unit would spend its time
-loading the state as weights.
+128 channels are a vector of lanes, which hold one head or several of one group: inputs, step
+sizes, decays and outputs are rows of a tile, B and C are columns, and a sum over N goes over whole
+vectors. All of it is float32, on the vector units: with one token per row, a matrix unit would
+spend its time loading the state as weights.
 """
 
 import functools
@@ -17,13 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import tpu_rows
 from pallas_kernels.causal_conv1d import tpu_decode as convolution
-from pallas_kernels.causal_conv1d.tpu_decode import ROWS
 from pallas_kernels.causal_conv1d.tpu_window import taps_of
 from pallas_kernels.mamba2.operands import States, Weights
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.tpu_chip import LANES
-from pallas_kernels.tpu_rows import F32, Slots, decode_schedule
+from pallas_kernels.tpu_rows import F32, ROWS, Slots
 
 
 def decode(
@@ -45,61 +43,23 @@ def decode(
     Args:
         weights: of the layer.
         dt_limit: lowest and highest step size.
-        vmem: bytes of VMEM. The kernel claims all of it: in what is left XLA would put a pool of
-            inputs that fits, and copy it there and back as a whole.
+        vmem: bytes of VMEM, all of which the kernel claims, see `tpu_rows.decode_whole`.
         interpret: as for `pl.pallas_call`.
 
     Returns:
         y [S, H * P], 0 for rows that do not decode, and the new `state`.
     """
-    (rows, channels), inner, size = xBC.shape, state.recurrent.shape[2], min(xBC.shape[0], ROWS)
+    (rows, channels), inner = xBC.shape, state.recurrent.shape[2]
+    size = min(rows, ROWS)
     taps = taps_of(weights.conv, weights.conv_bias).reshape(-1, channels // LANES, LANES)
-    tokens = xBC, dt
-    layer = (taps, jnp.stack([weights.A_log, weights.D, weights.dt_bias]))
-
-    def part(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-        return pl.BlockSpec((size, x.shape[1]), lambda i, *_: (i // size, 0))
-
-    def whole(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda i, *_: (0,) * x.ndim)
-
-    def slot(which: int, x: jax.Array) -> pl.BlockSpec:
-        rest = (0,) * (x.ndim - 1)
-        return pl.BlockSpec((1, *x.shape[1:]), lambda i, *scalars: (scalars[which][i], *rest))
-
-    schedule = decode_schedule(ragged, slots)
-    operands = (*schedule, *tokens, *layer, *state)
-    out = jax.ShapeDtypeStruct((rows, inner), xBC.dtype)
-    out, *pools = pl.pallas_call(
-        functools.partial(_kernel, dt_limit=dt_limit),
-        name="mamba2_decode",
-        out_shape=(out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state)),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(schedule),
-            grid=(rows,),
-            in_specs=[
-                *(part(x) for x in tokens),
-                *(whole(x) for x in layer),
-                *(slot(0, x) for x in state),
-            ],
-            out_specs=(part(out), *(slot(1, x) for x in state)),
-            scratch_shapes=[
-                pltpu.VMEM((n, width // LANES, LANES), F32)
-                for n, width in (
-                    (2, inner),
-                    (size, channels),
-                    (size, inner),
-                    (size, inner),
-                    (2, inner),
-                )
-            ],
-        ),
-        input_output_aliases={len(operands) - 2: 1, len(operands) - 1: 2},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem
-        ),
-        interpret=interpret,
-    )(*operands)
+    heads = jnp.stack([weights.A_log, weights.D, weights.dt_bias])
+    scratch = ((2, inner), (size, channels), (size, inner), (size, inner), (2, inner))
+    out, *pools = tpu_rows.decode_whole(
+        functools.partial(_kernel, dt_limit=dt_limit), (xBC, dt), (taps, heads), state, ragged,
+        slots, name="mamba2_decode", width=inner,
+        scratch=[pltpu.VMEM((n, width // LANES, LANES), F32) for n, width in scratch],
+        vmem=vmem, interpret=interpret,
+    )  # fmt: skip
     return out, States(*pools)
 
 
