@@ -38,8 +38,20 @@ def start_block(
         lax.fori_loop(0, count, lambda i, _: start(i), None)
 
 
-def wait_block(buffer: Any, sems: Any, slot: jax.Array, count: jax.Array, layout: Layout) -> None:
-    """Waits for the copies of the first `count` pages of a block."""
+def forget(filled: Any, layout: Layout) -> None:
+    """At first, any page of a slot may hold anything."""
+    for slot in range(filled.shape[0]):
+        filled[slot] = layout.block
+
+
+def wait_block(
+    buffer: Any, filled: Any, sems: Any, slot: jax.Array, count: jax.Array, layout: Layout
+) -> None:
+    """Waits for the copies of the first `count` pages of a block, and zeroes the others.
+
+    They may be NaN, in what another row left there, and a weight of zero does not remove it. From
+    page `filled[slot]` on they are zero already.
+    """
 
     @pl.when(count == layout.block)
     def _() -> None:
@@ -50,7 +62,13 @@ def wait_block(buffer: Any, sems: Any, slot: jax.Array, count: jax.Array, layout
         def wait(i: jax.Array, _: None) -> None:
             pltpu.make_async_copy(buffer.at[slot, i], buffer.at[slot, i], sems.at[slot]).wait()
 
+        def clear(i: jax.Array, _: None) -> None:
+            buffer[slot, i] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+
         lax.fori_loop(0, count, wait, None)
+        lax.fori_loop(count, filled[slot], clear, None)
+
+    filled[slot] = count
 
 
 def clear_unseen(

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.tpu_copies import clear_unseen, start_block, wait_block
+from pallas_kernels.paged_attention.tpu_copies import clear_unseen, forget, start_block, wait_block
 from pallas_kernels.paged_attention.tpu_layout import (
     F32,
     LANES,
@@ -98,6 +98,7 @@ def decode(
             pltpu.VMEM((padded, layout.columns), F32),
             pltpu.VMEM((8, layout.columns), jnp.int32),
             pltpu.SMEM((3,), jnp.int32),
+            pltpu.SMEM((SLOTS,), jnp.int32),
             pltpu.SemaphoreType.DMA((SLOTS,)),
         ],
     )
@@ -123,13 +124,14 @@ def decode(
 
 def _decode_kernel(
     table: Any, seq_lens: Any, counts: Any, q_ref: Any, sinks: Any, pages: Any, out: Any,
-    buffer: Any, bias: Any, token: Any, cursor: Any, sems: Any, *,
+    buffer: Any, bias: Any, token: Any, cursor: Any, filled: Any, sems: Any, *,
     layout: Layout, options: Options, groups: int, width: int,
 ) -> None:  # fmt: skip
     """One grid step: some rows, block by block.
 
     `cursor` lives across steps: row and block of the next copy to start, and the number of blocks
-    used so far. Block i of all rows together uses slot i % SLOTS.
+    used so far. Block i of all rows together uses slot i % SLOTS. So does `filled`, see
+    `wait_block`.
     """
     step_rows = q_ref.shape[0]
     size, per_block = layout.page_size, layout.block
@@ -176,11 +178,10 @@ def _decode_kernel(
         cursor[0] = 0
         cursor[1] = 0
         cursor[2] = 0
-        # What no copy has filled yet is multiplied by zero: it must be finite.
-        buffer[...] = jnp.zeros(buffer.shape, buffer.dtype)
-        _fill_masks(bias, token, layout, groups)
         for i in range(SLOTS - 1):
             start_next(jnp.int32(i))
+        forget(filled, layout)
+        _fill_masks(bias, token, layout, groups)
 
     out[...] = jnp.zeros(out.shape, out.dtype)
 
@@ -197,7 +198,7 @@ def _decode_kernel(
             start_next(number + SLOTS - 1)
             here = jnp.minimum(count - i * per_block, per_block)
 
-            wait_block(buffer, sems, slot, here, layout)
+            wait_block(buffer, filled, sems, slot, here, layout)
 
             # Visible tokens of this block, counted from its first.
             origin = (first + i * per_block) * size

@@ -99,7 +99,10 @@ def split_kv(
     buffer: Any, slot: jax.Array, count: jax.Array, words: Any, keys: Any, values: Any,
     layout: PrefillLayout,
 ) -> None:  # fmt: skip
-    """The first `count` pages of a block -> keys [K, tokens, H], values [K, H, tokens]."""
+    """The first `count` tokens of a block -> keys [K, tokens, H], values [K, H, tokens].
+
+    Tokens after them may come along.
+    """
     pages, piece = layout.pages, layout.piece
     tokens = piece * pages.page_size
 
@@ -115,7 +118,7 @@ def split_kv(
                 keys[j, at, lanes] = k.astype(keys.dtype)
                 values[j, lanes, at] = v.T.astype(values.dtype)
 
-    lax.fori_loop(0, divide(count + (piece - 1), piece), some, None)
+    lax.fori_loop(0, divide(count + (tokens - 1), tokens), some, None)
 
 
 def _chunk_of_head(

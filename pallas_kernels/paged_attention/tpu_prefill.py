@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.tpu_copies import clear_unseen, start_block, wait_block
+from pallas_kernels.paged_attention.tpu_copies import clear_unseen, forget, start_block, wait_block
 from pallas_kernels.paged_attention.tpu_heads import join_heads, split_heads, split_kv
 from pallas_kernels.paged_attention.tpu_layout import (
     F32,
@@ -67,6 +67,7 @@ class _Refs(NamedTuple):
     highest: Any  # f32[K, parts, 1, rows] highest score so far
     sums: Any  # f32[K, parts, H + 8, rows] weighted sums of V, and those of weights
     cursor: Any  # i32[6], see ROW
+    filled: Any  # i32[SLOTS], see `wait_block`
     page_sems: Any
     in_sems: Any  # of each part of a tile
     out_sems: Any
@@ -154,6 +155,7 @@ def _scratch(layout: PrefillLayout, dtype: Any, pages_dtype: Any) -> list[Any]:
         state,
         pltpu.VMEM((heads, layout.parts, dim + SUBLANES, layout.rows), F32),
         pltpu.SMEM((6,), jnp.int32),
+        pltpu.SMEM((SLOTS,), jnp.int32),
         pltpu.SemaphoreType.DMA((SLOTS,)),
         pltpu.SemaphoreType.DMA((layout.parts,)),
         pltpu.SemaphoreType.DMA((layout.parts,)),
@@ -172,10 +174,10 @@ def _prefill_kernel(*refs: Any, layout: PrefillLayout, options: Options) -> None
     def _() -> None:
         _start_queries(ref, layout, _tile_at(ref, layout, options, begin, ref.starts[begin]))
 
-    # What no copy has filled yet is multiplied by zero: it must be finite.
-    ref.buffer[...] = jnp.zeros(ref.buffer.shape, ref.buffer.dtype)
     _start_next_block(ref, layout, options)
-    ref.values[...] = jnp.ones(ref.values.shape, ref.values.dtype)
+    forget(ref.filled, layout.pages)
+    ones = (layout.kv_heads, layout.sum_rows, layout.pages.block_tokens)
+    ref.values[:, layout.pages.dim :] = jnp.ones(ones, ref.values.dtype)
     _each(jnp.int32(layout.parts), lambda part: _clear_part(ref, layout, options, part))
     _fill_the_rest(ref, layout)
 
@@ -353,15 +355,17 @@ def _do_block(
     ref.cursor[USED] = ref.cursor[USED] + 1
     _start_next_block(ref, layout, options)
     here = jnp.minimum(tile.num_pages - i * pages.block, pages.block)
-    wait_block(ref.buffer, ref.page_sems, slot, here, pages)
+    wait_block(ref.buffer, ref.filled, ref.page_sems, slot, here, pages)
     origin = (tile.first + i * pages.block) * pages.page_size
     low = jnp.int32(0)
     if options.window is not None:
         low = jnp.maximum(tile.begin - options.window + 1, 0) - origin
     clear_unseen(ref.buffer, slot, here, low, tile.end - origin, pages)
-    split_kv(ref.buffer, slot, here, ref.words, ref.keys, ref.values, layout)
-
-    _attend_block(ref, layout, options, tile, parts, origin - tile.begin)
+    # What is multiplied goes on up to the last part's end, which may be after the tile's.
+    offset = origin - tile.begin
+    count = jnp.minimum(parts * layout.row_tokens - offset, pages.block_tokens)
+    split_kv(ref.buffer, slot, count, ref.words, ref.keys, ref.values, layout)
+    _attend_block(ref, layout, options, tile, parts, offset)
 
 
 def _attend_block(

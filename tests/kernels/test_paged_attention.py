@@ -1,6 +1,7 @@
 """paged_attention against a float64 token-by-token oracle, on pools full of NaN."""
 
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,7 @@ class Setup:
         ):
             self.q[tokens], self.k[tokens], self.v[tokens] = (x[earlier:] for x in (q, k, v))
         self.sinks = rng.normal(size=case.num_heads) if case.sinks else None
+        self.spoiled = np.zeros(rows.num_tokens, bool)
         self._place(rng, spare)
 
     def _sequence(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, ...]:
@@ -77,6 +79,16 @@ class Setup:
                     if position < earlier:
                         self.before[page, position % size] = self.after[page, position % size]
 
+    def spoil(self, rows: Iterable[int], value: float) -> None:
+        """All keys and values of these rows are `value`: no other row must see them."""
+        for row in rows:
+            tokens = self.rows.slices[row]
+            self.k[tokens] = self.v[tokens] = value
+            for pool in (self.before, self.after):
+                pages = pool[self.table[row]]
+                pool[self.table[row]] = np.where(np.isnan(pages), pages, value)
+            self.spoiled[tokens] = True
+
     def round_to_float8(self) -> None:
         """Keys and values, so that pages of float8 hold them exactly."""
         for x in (
@@ -87,6 +99,11 @@ class Setup:
             *(x for s in self.sequences for x in s[1:]),
         ):
             x[...] = x.astype(ml_dtypes.float8_e4m3fn)
+
+    def check_output(self, out: np.ndarray | jax.Array, atol: float) -> None:
+        """Against the oracle, but for rows that are spoiled."""
+        out, expected = (np.asarray(x, np.float64)[~self.spoiled] for x in (out, self.expected()))
+        np.testing.assert_allclose(out, expected, rtol=0, atol=atol)
 
     def expected(self) -> np.ndarray:
         """f64[T, N, H]: the oracle's output, 0 for padding."""
@@ -137,7 +154,7 @@ def _jitted(implementation: str, options: tuple):
 
 def check(setup: Setup, implementation: str, pages_dtype: jnp.dtype | None = None) -> None:
     out, pages = setup.run(implementation, pages_dtype or storage.storage_dtype(setup.case.dtype))
-    np.testing.assert_allclose(out, setup.expected(), rtol=0, atol=setup.case.atol)
+    setup.check_output(out, setup.case.atol)
     # Page 0 is the null page: its contents mean nothing.
     np.testing.assert_array_equal(pages[1:], setup.after[1:])
 
@@ -147,6 +164,14 @@ def check(setup: Setup, implementation: str, pages_dtype: jnp.dtype | None = Non
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_small_shapes(case: Case, batch: str, implementation: str) -> None:
     check(Setup(case, BATCHES[batch]), implementation)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_what_is_not_finite_stays_in_its_row(case: Case, first: int) -> None:
+    setup = Setup(case, BATCHES["mixed"])
+    setup.spoil(range(first, len(setup.rows.all), 2), np.nan)
+    check(setup, "reference")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

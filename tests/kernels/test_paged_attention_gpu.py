@@ -70,7 +70,7 @@ def check(setup: Setup, pages_dtype: str | None = None) -> None:
     out, after = call(q, k, v, pages, jnp.asarray(setup.table), setup.rows.ragged(), sinks=sinks)
     assert out.dtype == setup.dtype and after.dtype == pages.dtype
     atol = setup.case.atol + (WEIGHTS_ATOL if setup.dtype == jnp.bfloat16 else 0.0)
-    np.testing.assert_allclose(np.asarray(out, np.float64), setup.expected(), rtol=0, atol=atol)
+    setup.check_output(out, atol)
     np.testing.assert_array_equal(np.asarray(after, np.float64), setup.after)
 
 
@@ -84,6 +84,18 @@ def small(case: Case, batch: str, parts: int, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_small_shapes(batch: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     small(CASE["tiny_everything"], batch, parts, monkeypatch)
+
+
+@pytest.mark.parametrize(("batch", "parts"), [("all_ages", 4), ("mixed", 1)])
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_not_finite_stays_in_its_row(
+    first: int, batch: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASE["tiny_everything"]
+    monkeypatch.setattr(gpu_chip, "PROGRAMS", parts * NUM_ROWS * case.num_kv_heads)
+    setup = Setup(case, (BATCHES | MIXED_BATCHES)[batch])
+    setup.spoil(range(first, len(setup.rows.all), 2), np.nan)
+    check(setup)
 
 
 @pytest.mark.slow

@@ -26,19 +26,22 @@ from pallas_kernels.paged_attention.cases import CASES, Case
 from tests.helpers.ragged import Rows
 from tests.kernels.test_paged_attention import Setup
 
+FLOAT8 = "float8_e4m3fn"
 RACE = "RACE DETECTED"  # what the interpreter prints; it does not raise
 # Weights go to the matrix unit as bfloat16, too: each is off by up to 2^-9 of itself, and so is the
 # average of values below 2, beside the rounding of the output that `Case.atol` allows for.
 WEIGHTS_ATOL = 2 * 2**-9
 
+CASE = {case.name: case for case in CASES}
 BATCHES = {
-    "decode": Rows(decode=(0, 1, 7, 8, 9, 130, 300), pad_rows=2),
+    "decode": Rows(decode=(0, 300, 1, 7, 130, 8, 9), pad_rows=2),
     "one_decode": Rows(decode=(17,)),
     "two_steps": Rows(decode=(3, 40, 5, 0, 1, 2, 33, 9, 60, 11), pad_rows=7),
     "padding": Rows(pad_rows=4),
 }
-# Rows that are shorter and longer than a tile, end within pages, and have earlier tokens.
-MIXED = Rows(decode=(3, 15), prefill=((0, 33), (2, 1), (140, 65)), pad_rows=2, pad_tokens=5)
+# Rows that are shorter and longer than a tile, end within pages, and have earlier tokens. After
+# rows of many blocks come short ones, one of them with a part that ends in another piece of pages.
+MIXED = Rows(decode=(130, 3, 15), prefill=((140, 65), (63, 1), (0, 33)), pad_rows=2, pad_tokens=5)
 # What the models in cases.py leave out: other head sizes, groups and numbers of KV heads.
 MORE = (
     Case("dim_80", 2, 2, 80, window=20),
@@ -65,14 +68,23 @@ GROUPS = (
     Case("group_3_window", 12, 4, 128, window=9, sinks=True),
 )
 # Rows of one vector of lanes, of two, and those that K and V share.
-FLOAT8 = (
-    Case("dim_256", 4, 2, 256, window=40, sinks=True, dtype="bfloat16", atol=8e-3),
+FLOAT8_CASES = (
+    Case("dim_256", 4, 2, 256, sinks=True, dtype="bfloat16", atol=8e-3),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (
-            Case("group_4", 16, 4, 128, dtype="bfloat16", atol=8e-3),
+            Case("group_4", 16, 4, 128, window=40, dtype="bfloat16", atol=8e-3),
             Case("dim_64", 16, 8, 64, softcap=20.0, dtype="bfloat16", atol=8e-3),
         )
+    ),
+)
+SPOILED = (
+    (CASE["tiny"], BATCHES["decode"], "float32", np.inf),
+    (CASE["tiny_everything"], MIXED, "float32", np.inf),
+    (FLOAT8_CASES[0], MIXED, FLOAT8, np.nan),
+    *(
+        pytest.param(case, MIXED, case.dtype, np.nan, marks=pytest.mark.slow)
+        for case in (CASE["tiny"], CASE["gemma2_9b"], CASE["gemma3_27b_global"], *GROUPS)
     ),
 )
 PAGES_OF_48 = registry.ArrayFacts((9, 48, 16, 256), "float32")
@@ -82,15 +94,33 @@ PREFILLS = {
     "long_context": Rows(decode=(20,), prefill=((300, 40),), pad_tokens=70),
     "padding_mixed": Rows(pad_rows=4, pad_tokens=9),
 }
-TWO_TOKENS_BF16 = Case("race_bf16", 2, 1, 256, page_size=8, dtype="bfloat16", atol=8e-3)
+RACES = (
+    (CASE["tiny_everything"], "float32"),
+    (Case("two_heads", 4, 2, 128, page_size=8, dtype="bfloat16", atol=8e-3), FLOAT8),
+    pytest.param(CASE["tiny"], "float32", marks=pytest.mark.slow),
+    pytest.param(
+        Case("one_head", 2, 1, 256, page_size=8, dtype="bfloat16", atol=8e-3),
+        "bfloat16",
+        marks=pytest.mark.slow,
+    ),
+)
 PREFILL_RACES = (
-    Case("window", 4, 2, 8, page_size=32, window=270),
-    Case("bf16", 2, 1, 256, page_size=32, dtype="bfloat16", atol=8e-3),
+    (Case("window", 4, 2, 8, page_size=32, window=270), "float32"),
+    (Case("two_heads", 4, 2, 128, page_size=32, dtype="bfloat16", atol=8e-3), FLOAT8),
+    pytest.param(
+        Case("one_head", 2, 1, 256, page_size=32, dtype="bfloat16", atol=8e-3),
+        "bfloat16",
+        marks=pytest.mark.slow,
+    ),
 )
 # tiny_page_1 is refused, see below.
 SMALL = [c for c in CASES if c.name.startswith("tiny") and c.name != "tiny_page_1"]
 LARGE = [c for c in CASES if not c.name.startswith("tiny")]
-CASE = {case.name: case for case in CASES}
+
+
+def name_of(value: object) -> str | None:
+    """Of a case, for a test's id; pytest makes others."""
+    return value.name if isinstance(value, Case) else None
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +133,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu_prefill_layout, "ROW_PIECE", 32)
     monkeypatch.setattr(tpu_prefill_layout, "SMALLEST_ROWS", 8)
     monkeypatch.setattr(tpu_prefill_layout, "BLOCK_TOKENS", 256)
-    monkeypatch.setattr(tpu_prefill_layout, "WIDTH_STEP", 128)
+    monkeypatch.setattr(tpu_prefill_layout, "WIDTH_STEP", 64)
+    monkeypatch.setattr(tpu_prefill_layout, "PIECE_TOKENS", 64)
 
 
 def facts(setup: Setup, platform: str = "tpu", **changes: object) -> registry.Facts:
@@ -132,6 +163,8 @@ def check(
     pages_dtype: str | None = None,
 ) -> None:
     """The output against the oracle, and every page: what no token wrote stays NaN."""
+    if pages_dtype == FLOAT8:
+        setup.round_to_float8()
     call = _jitted(tuple(setup.options.items()), interpret)
     q, k, v = (jnp.asarray(x, setup.dtype) for x in (setup.q, setup.k, setup.v))
     pages = setup.pool("tpu").astype(pages_dtype or setup.dtype)
@@ -139,7 +172,7 @@ def check(
     out, after = call(q, k, v, pages, jnp.asarray(setup.table), setup.rows.ragged(), sinks=sinks)
     assert out.dtype == setup.dtype and after.dtype == pages.dtype
     atol = setup.case.atol + (WEIGHTS_ATOL if setup.dtype == jnp.bfloat16 else 0.0)
-    np.testing.assert_allclose(np.asarray(out, np.float64), setup.expected(), rtol=0, atol=atol)
+    setup.check_output(out, atol)
     np.testing.assert_array_equal(setup.values(after)[1:], setup.after[1:])
 
 
@@ -167,17 +200,23 @@ def test_mixed_model_shapes(case: Case) -> None:
     check(setup)
 
 
-def test_small_mixed() -> None:
-    check(Setup(CASE["tiny_everything"], MIXED))
-
-
-@pytest.mark.parametrize("case", FLOAT8, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FLOAT8_CASES, ids=lambda case: case.name)
 def test_float8_pages_hold_what_rounding_leaves(case: Case) -> None:
     setup = Setup(case, MIXED)
-    setup.round_to_float8()
-    pages = registry.ArrayFacts(setup.pool("tpu").shape, "float8_e4m3fn")
+    pages = registry.ArrayFacts(setup.pool("tpu").shape, FLOAT8)
     assert mosaic_tpu.refuses(facts(setup, pages=pages)) is None
-    check(setup, pages_dtype="float8_e4m3fn")
+    check(setup, pages_dtype=FLOAT8)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(("case", "rows", "pages", "value"), SPOILED, ids=name_of)
+def test_what_is_not_finite_stays_in_its_row(
+    case: Case, rows: Rows, pages: str, value: float, first: int
+) -> None:
+    """Keys and values that stay in vector memory when shorter rows come."""
+    setup = Setup(case, rows)
+    setup.spoil(range(first, len(setup.rows.all), 2), value)
+    check(setup, pages_dtype=pages)
 
 
 @pytest.mark.slow
@@ -205,10 +244,11 @@ def interpreter(mode: Literal["on_wait", "eager"]) -> pltpu.InterpretParams:
 
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
-@pytest.mark.parametrize("case", ["tiny", "tiny_everything", "race_bf16"])
+@pytest.mark.parametrize(("case", "pages"), RACES, ids=name_of)
 @pytest.mark.timeout(300)
 def test_copies(
-    case: str,
+    case: Case,
+    pages: str,
     mode: Literal["on_wait", "eager"],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -216,16 +256,16 @@ def test_copies(
     """Rows of more blocks than slots, and more rows than a grid step has."""
     monkeypatch.setattr(tpu_layout, "BLOCK_TOKENS", 8)
     monkeypatch.setattr(tpu_decode, "ROWS_PER_STEP", 2)
-    shape = CASE.get(case, TWO_TOKENS_BF16)
-    check(Setup(shape, Rows(decode=(45, 0, 9), pad_rows=1)), interpreter(mode))
+    check(Setup(case, Rows(decode=(45, 0, 9), pad_rows=1)), interpreter(mode), pages)
     assert RACE not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
-@pytest.mark.parametrize("case", PREFILL_RACES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "pages"), PREFILL_RACES, ids=name_of)
 @pytest.mark.timeout(300)
 def test_copies_of_prefill(
     case: Case,
+    pages: str,
     mode: Literal["on_wait", "eager"],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -233,7 +273,7 @@ def test_copies_of_prefill(
     """Tiles of more blocks than slots, rows of more tiles than one, and what no row owns."""
     monkeypatch.setattr(tpu_prefill_layout, "TILE", 16)
     rows = Rows(decode=(9,), prefill=((260, 21), (0, 3)), pad_rows=1, pad_tokens=19)
-    check(Setup(case, rows), interpreter(mode))
+    check(Setup(case, rows), interpreter(mode), pages)
     assert RACE not in capfd.readouterr().out
 
 
