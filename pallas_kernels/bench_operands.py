@@ -294,7 +294,8 @@ def _paged_attention(case: Any, batch: Batch, draw: _Draw) -> Call:
 
     width = -(-(batch.earlier + batch.new) // case.page_size)
     shape = pages_shape(batch.rows * width + 1, case.page_size, case.num_kv_heads, case.head_dim)
-    pool = encode(draw.normal("float32", *shape), storage_dtype(case.dtype))
+    pool = encode(draw.normal("float32", *shape), storage_dtype(case.pages_dtype or case.dtype))
+    scales = None if case.pages_dtype is None else draw.between(0.5, 1.0, case.num_kv_heads)
     ids = draw.permutation(batch.rows * width) + 1
     heads = (batch.tokens, case.num_kv_heads, case.head_dim)
     operands = {
@@ -304,6 +305,8 @@ def _paged_attention(case: Any, batch: Batch, draw: _Draw) -> Call:
         "table": ids.reshape(batch.rows, width),
         "ragged": batch.ragged(),
         "sinks": draw.normal("float32", case.num_heads) if case.sinks else None,
+        "k_scale": scales,
+        "v_scale": scales,
     }
     options = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged import RaggedBatch
-from pallas_kernels.storage import value_dtype
+from pallas_kernels.storage import INT8, value_dtype
 
 
 def check_shapes(op: str, expected: Mapping[str, tuple[jax.Array, tuple[int, ...]]]) -> None:
@@ -30,11 +30,13 @@ def check_floating(op: str, **arrays: jax.Array) -> None:
             raise ValueError(f"{op}: {name} must be floating point, got {array.dtype}")
 
 
-def check_pool(op: str, **pools: jax.Array) -> None:
-    """Raises ValueError unless every pool holds floating-point values."""
+def check_pool(op: str, *, int8: bool = False, **pools: jax.Array) -> None:
+    """Raises ValueError unless every pool holds floating-point values, or, if it may, int8."""
     for name, pool in pools.items():
-        if not jnp.issubdtype(value_dtype(pool.dtype), jnp.floating):
-            raise ValueError(f"{op}: {name} must hold floating point, got {pool.dtype}")
+        dtype = value_dtype(pool.dtype)
+        if not (jnp.issubdtype(dtype, jnp.floating) or (int8 and dtype == INT8)):
+            kinds = "floating point or int8" if int8 else "floating point"
+            raise ValueError(f"{op}: {name} must hold {kinds}, got {pool.dtype}")
 
 
 def check_int32(op: str, **arrays: jax.Array) -> None:

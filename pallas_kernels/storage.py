@@ -1,9 +1,9 @@
-"""How pools of bfloat16 and float8 values are held in memory.
+"""How pools of bfloat16, float8 and int8 values are held in memory.
 
 XLA:CPU has no bfloat16 gather or scatter: it converts the whole operand to float32 and back, so a
 step would pass over the whole pool several times. On CPU pools therefore hold the bits as uint16
 (of float8_e4m3fn as uint8), and only what an op reads or writes is converted. An op accepts both
-dtypes on every platform.
+dtypes on every platform. int8 is held as it is everywhere.
 """
 
 import jax
@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from pallas_kernels import platform as platform_
 
 FLOAT8 = jnp.dtype(jnp.float8_e4m3fn)
-FLOAT8_MAX = 448.0
+INT8 = jnp.dtype(jnp.int8)
+LARGEST = {FLOAT8: 448.0, INT8: 127.0}  # values of the dtypes that saturate
 _BITS_OF = {jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16), FLOAT8: jnp.dtype(jnp.uint8)}
 _VALUES_OF = {bits: values for values, bits in _BITS_OF.items()}
 
@@ -37,11 +38,13 @@ def encode(values: jax.Array, storage: DTypeLike) -> jax.Array:
     """Values as they are held in a pool of dtype `storage`: rounded to its value dtype.
 
     float8_e4m3fn has no infinity and would turn everything from 480 on into NaN; it gets the
-    largest value that it has instead.
+    largest value that it has instead, and so does int8, from -127 to 127. There NaN becomes 0.
     """
     dtype = value_dtype(storage)
-    if dtype == FLOAT8:
-        values = jnp.clip(values, -FLOAT8_MAX, FLOAT8_MAX)
+    if dtype == INT8:  # Triton has no other rounding than floor
+        values = jnp.floor(values.astype(jnp.float32) + 0.5)
+    if dtype in LARGEST:
+        values = jnp.clip(values, -LARGEST[dtype], LARGEST[dtype])
     values = values.astype(dtype)
     is_bits = values.dtype != jnp.dtype(storage)
     return lax.bitcast_convert_type(values, jnp.dtype(storage)) if is_bits else values

@@ -18,12 +18,15 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    dtype: str = "float32"  # of q, k, v and the pages' values
+    dtype: str = "float32"  # of q, k and v
+    pages_dtype: str | None = None  # of the pages' values, which then have scales; None: `dtype`
     atol: float = 2e-5  # float32 sums over a few hundred tokens, exp of scores up to about 10
 
 
 # Rounding the output to bfloat16 (8 bits) costs up to 2^-9 of values below 4.
 _BF16_ATOL = 8e-3
+# With scales the output is rounded twice, and so are queries, which moves scores by up to 2^-9.
+_SCALED_ATOL = 2.5 * _BF16_ATOL
 
 CASES = (
     Case("tiny", 4, 2, 8, page_size=4),
@@ -37,4 +40,25 @@ CASES = (
     Case("qwen3_next_80b", 16, 2, 256),
     Case("olmo_hybrid_7b", 30, 30, 128),
     Case("gpt_oss_20b_local", 64, 8, 64, window=128, sinks=True, dtype="bfloat16", atol=_BF16_ATOL),
+    Case(
+        "everything_int8",
+        6,
+        2,
+        8,
+        page_size=4,
+        window=6,
+        softcap=5.0,
+        sinks=True,
+        pages_dtype="int8",
+    ),
+    Case("qwen35_9b_int8", 16, 4, 256, dtype="bfloat16", pages_dtype="int8", atol=_SCALED_ATOL),
+    Case(
+        "llama3_8b_float8",
+        32,
+        8,
+        128,
+        dtype="bfloat16",
+        pages_dtype="float8_e4m3fn",
+        atol=_SCALED_ATOL,
+    ),
 )

@@ -15,7 +15,12 @@ from pallas_kernels.registry import ArrayFacts, Facts
 
 SMEM_LIMIT = 768 << 10  # of 1 MiB
 # Of the pages, and of the queries that go with them.
-QUERIES = {"bfloat16": "bfloat16", "float32": "float32", "float8_e4m3fn": "bfloat16"}
+QUERIES = {
+    "bfloat16": "bfloat16",
+    "float32": "float32",
+    "float8_e4m3fn": "bfloat16",
+    "int8": "bfloat16",
+}
 
 
 def refuses(facts: Facts) -> str | None:
@@ -31,9 +36,9 @@ def refuses(facts: Facts) -> str | None:
     expected = pages_shape(num_pages, size, k.shape[1], k.shape[2], "tpu")
     if pages.shape != expected:
         return f"pages are {pages.shape}, and {expected} on TPU: XLA would copy them for the kernel"
-    if pages.dtype == "float8_e4m3fn" and (rows == 2 or (rows % 32 == 0 and lanes > LANES)):
-        return f"XLA tiles float8 pages {pages.shape} in another way, and would copy them"
     packing = 4 // jnp.dtype(pages.dtype).itemsize
+    if packing == 4 and (rows == 2 or (rows % 32 == 0 and lanes > LANES)):
+        return f"XLA tiles {pages.dtype} pages {pages.shape} in another way, and would copy them"
     if size * rows * (lanes // LANES) % (8 * packing):
         return f"a page of {size} tokens is not whole tiles of {8 * packing} rows"
     if (needed := 4 * table.shape[0] * table.shape[1]) > SMEM_LIMIT:

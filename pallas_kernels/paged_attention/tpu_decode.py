@@ -281,7 +281,8 @@ def _keys_and_values(
         return operand(rows), operand(rows)
     words = pltpu.bitcast(rows, jnp.uint32)
     if rows.dtype.itemsize == 1:
-        return _float8(words << 8), _float8(words)
+        convert = _int8 if rows.dtype == jnp.int8 else _float8
+        return convert(words << 8), convert(words)
     keys, values = words << 16, words & jnp.uint32(0xFFFF0000)
     keys, values = (pltpu.bitcast(x, F32).astype(rows.dtype) for x in (keys, values))
     return keys, values
@@ -299,6 +300,14 @@ def _float8(words: jax.Array) -> jax.Array:
     return pltpu.bitcast(
         pltpu.bitcast(size, jnp.uint32) | (words & jnp.uint32(0x80008000)), jnp.bfloat16
     )
+
+
+def _int8(words: jax.Array) -> jax.Array:
+    """Bytes 1 and 3 of words, int8, as a row of bfloat16 each."""
+    # From 128 to 256 bfloat16 goes by ones: 128 plus the low 7 bits, less 128 or, if negative, 256.
+    bits = words >> 8
+    size = pltpu.bitcast((bits & 0x007F007F) | 0x43004300, jnp.bfloat16)
+    return size - pltpu.bitcast((bits & 0x00800080) | 0x43004300, jnp.bfloat16)
 
 
 def _unseen(token: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ class Layout(NamedTuple):
         """Of pages [P, G, R, H]."""
         _, size, rows, dim = pages.shape
         itemsize = jnp.dtype(pages.dtype).itemsize
-        packing = 1 if itemsize == 4 else 2  # float8 becomes bfloat16
+        packing = 1 if itemsize == 4 else 2  # float8 and int8 become bfloat16
         chunks = dim // LANES if dim > LANES else 1
         token_bytes = rows * chunks * LANES * itemsize
         # Products of float32 are made of several of bfloat16, and of parts of their operands.
@@ -141,7 +141,7 @@ def as_rows(pages: jax.Array, layout: Layout) -> jax.Array:
     tiles = layout.kv_rows // tile
     cut = pages.reshape(count, layout.page_size, tiles, tile, chunks, layout.lanes)
     if pages.dtype.itemsize == 1:
-        # Otherwise XLA would lay float8 out with the page number along lanes, and copy the pool.
+        # Otherwise XLA would lay bytes out with the page number along lanes, and copy the pool.
         cut = with_layout_constraint(cut, XlaLayout(major_to_minor=(0, 1, 2, 4, 3, 5)))
     cut = cut.transpose(0, 1, 2, 4, 3, 5)
     return cut.reshape(count, layout.page_rows, layout.lanes)
@@ -158,7 +158,7 @@ def modulo(x: jax.Array, by: int) -> jax.Array:
 
 
 def operand(rows: jax.Array) -> jax.Array:
-    """Rows of pages as products take them: float8 becomes bfloat16."""
+    """Rows of pages as products take them: float8 and int8 become bfloat16."""
     return rows.astype(jnp.bfloat16) if rows.dtype.itemsize == 1 else rows
 
 

@@ -13,6 +13,7 @@ from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
 
 GIB = 1 << 30
+BYTES = ("float8_e4m3fn", "int8")  # dtypes of pages of which kernels convert what they read
 MAX_DIM = 256
 MAX_GROUP = 64
 
@@ -25,13 +26,12 @@ def refuses(facts: Facts) -> str | None:
     q, pages = facts.values["q"], facts.values["pages"]
     if q.dtype not in ("bfloat16", "float32"):
         return f"q must be bfloat16 or float32, not {q.dtype}"
-    if pages.dtype != q.dtype and pages.dtype != "float8_e4m3fn":
-        return f"pages must be {q.dtype} as q, or float8_e4m3fn, not {pages.dtype}"
-    if pages.dtype == "float8_e4m3fn":
-        if "A100" in facts.device_kind:
-            return "A100 has no float8"
-        if 2 * GIB < math.prod(pages.shape) <= 4 * GIB:
-            return "Pallas has offsets of 32 bits up to 4 GiB, and in float8 they reach 2 GiB only"
+    if pages.dtype not in (q.dtype, *BYTES):
+        return f"pages must be {q.dtype} as q, or {' or '.join(BYTES)}, not {pages.dtype}"
+    if pages.dtype == "float8_e4m3fn" and "A100" in facts.device_kind:
+        return "A100 has no float8"
+    if pages.dtype in BYTES and 2 * GIB < math.prod(pages.shape) <= 4 * GIB:
+        return "Pallas has offsets of 32 bits up to 4 GiB, and in bytes they reach 2 GiB only"
     if q.shape[2] > MAX_DIM:
         return f"head dim {q.shape[2]} is above {MAX_DIM}: its tiles would not fit registers"
     if (group := q.shape[1] * 2 // pages.shape[2]) > MAX_GROUP:

@@ -106,12 +106,16 @@ def test_paged_attention_prefill_of_more_models(name: str, tokens: int, chip: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", ["h100", "b200"])
+@pytest.mark.parametrize("dtype, chip", [
+    ("float8_e4m3fn", "h100"), ("float8_e4m3fn", "b200"),
+    ("int8", "a100"), ("int8", "h100"), ("int8", "b200"),
+])  # fmt: skip
 @pytest.mark.parametrize("tokens", [64, 4096])
-def test_paged_attention_float8(tokens: int, chip: str) -> None:
+def test_paged_attention_on_pages_of_bytes(tokens: int, dtype: str, chip: str) -> None:
     case, decode_only = ATTENTION["qwen35_9b"], tokens == 64
     q, k, v, pages, *rest = attention_arguments(case, 64, tokens, platform="gpu")
-    pages = jax.ShapeDtypeStruct(pages.shape, jnp.float8_e4m3fn)
+    pages = jax.ShapeDtypeStruct(pages.shape, dtype)
+    k = v = jax.ShapeDtypeStruct(k.shape, jnp.float32)  # as scales leave them
     kernels = (DECODE, *(() if decode_only else PREFILL))
     check_compiles(attention(case, decode_only), (q, k, v, pages, *rest), 3, kernels, chip)
 

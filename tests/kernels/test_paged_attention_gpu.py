@@ -5,6 +5,7 @@ tensor cores: `test_gpu_compile.py` and the device suite do.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from pallas_kernels import gpu_chip, registry
 from pallas_kernels.paged_attention import gpu_decode, paged_attention, triton_gpu
 from pallas_kernels.paged_attention.cases import CASES, Case
+from pallas_kernels.paged_attention.scales import run_scaled
 from tests.helpers.ragged import Rows
 from tests.kernels.test_paged_attention import Setup
 
@@ -57,17 +59,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def _jitted(options: tuple, programs: int):
     del programs  # what is traced depends on it
-    return jax.jit(functools.partial(triton_gpu.paged_attention, interpret=True, **dict(options)))
+    call = functools.partial(triton_gpu.paged_attention, interpret=True, **dict(options))
+    return jax.jit(functools.partial(run_scaled, call))
 
 
-def check(setup: Setup, pages_dtype: str | None = None) -> None:
+def check(setup: Setup) -> None:
     """The output against the oracle, and every page: what no token wrote stays NaN."""
     arrays = (setup.q, setup.k, setup.v)
     q, k, v = (jnp.asarray(x, setup.dtype) for x in arrays)
-    pages = jnp.asarray(setup.before, pages_dtype or setup.dtype)
-    sinks = None if setup.sinks is None else jnp.asarray(setup.sinks, jnp.float32)
+    pages = jnp.asarray(setup.before, setup.pages_dtype)
     call = _jitted(tuple(setup.options.items()), gpu_chip.PROGRAMS)
-    out, after = call(q, k, v, pages, jnp.asarray(setup.table), setup.rows.ragged(), sinks=sinks)
+    table, ragged = jnp.asarray(setup.table), setup.rows.ragged()
+    out, after = call(q, k, v, pages, table, ragged, **setup.arrays)
     assert out.dtype == setup.dtype and after.dtype == pages.dtype
     atol = setup.case.atol + (WEIGHTS_ATOL if setup.dtype == jnp.bfloat16 else 0.0)
     setup.check_output(out, atol)
@@ -141,13 +144,18 @@ def test_model_shapes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check(Setup(case, Rows(decode=(9,), prefill=((earlier, 40), (0, 140)), pad_tokens=3)))
 
 
-@pytest.mark.slow
-def test_float8_pages_hold_what_rounding_leaves() -> None:
-    """The same as with wide pages and keys and values that were rounded before."""
-    for rows in (BATCHES["all_ages"], MIXED_BATCHES["mixed"]):
-        setup = Setup(CASE["tiny"], rows)
-        setup.round_to_float8()
-        check(setup, "float8_e4m3fn")
+@pytest.mark.parametrize(
+    ("dtype", "batch"),
+    [
+        ("int8", "mixed"),
+        pytest.param("int8", "all_ages", marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", "mixed", marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", "all_ages", marks=pytest.mark.slow),
+    ],
+)
+def test_pages_of_bytes(dtype: str, batch: str) -> None:
+    case = replace(CASE["tiny_everything"], pages_dtype=dtype)
+    check(Setup(case, (BATCHES | MIXED_BATCHES)[batch]))
 
 
 def facts(setup: Setup, **changes: object) -> registry.Facts:
@@ -155,7 +163,7 @@ def facts(setup: Setup, **changes: object) -> registry.Facts:
     dtype = str(setup.dtype)
     values = {
         "q": registry.ArrayFacts(setup.q.shape, dtype),
-        "pages": registry.ArrayFacts(setup.before.shape, dtype),
+        "pages": registry.ArrayFacts(setup.before.shape, str(setup.pages_dtype)),
         "decode_only": setup.rows.ragged().decode_only,
     } | changes
     platform, kind = values.pop("platform", "gpu"), values.pop("kind", "NVIDIA H100 80GB HBM3")
@@ -186,6 +194,7 @@ def test_takes_every_model(case: Case) -> None:
             "A100 has no float8",
         ),
         ({"pages": registry.ArrayFacts((20 << 20, 4, 4, 8), "float8_e4m3fn")}, "32 bits"),
+        ({"pages": registry.ArrayFacts((20 << 20, 4, 4, 8), "int8")}, "32 bits"),
         ({"q": registry.ArrayFacts((1, 4, 512), "float32")}, "head dim 512"),
         ({"q": registry.ArrayFacts((1, 256, 8), "float32")}, "128 query heads per KV head"),
     ],

@@ -6,6 +6,7 @@ milliseconds per page: a few pages only.
 """
 
 import functools
+from dataclasses import replace
 from typing import Literal
 
 import jax
@@ -23,6 +24,7 @@ from pallas_kernels.paged_attention import (
     tpu_prefill_layout,
 )
 from pallas_kernels.paged_attention.cases import CASES, Case
+from pallas_kernels.paged_attention.scales import run_scaled
 from tests.helpers.ragged import Rows
 from tests.kernels.test_paged_attention import Setup
 
@@ -68,22 +70,17 @@ GROUPS = (
     Case("group_3_window", 12, 4, 128, window=9, sinks=True),
 )
 # Rows of one vector of lanes, of two, and those that K and V share.
-FLOAT8_CASES = (
-    Case("dim_256", 4, 2, 256, sinks=True, dtype="bfloat16", atol=8e-3),
-    *(
-        pytest.param(case, marks=pytest.mark.slow)
-        for case in (
-            Case("group_4", 16, 4, 128, window=40, dtype="bfloat16", atol=8e-3),
-            Case("dim_64", 16, 8, 64, softcap=20.0, dtype="bfloat16", atol=8e-3),
-        )
-    ),
+BYTES = (
+    Case("dim_256", 4, 2, 256, window=40, sinks=True, dtype="bfloat16", atol=2e-2),
+    Case("group_4", 16, 4, 128, dtype="bfloat16", atol=2e-2),
+    Case("dim_64", 16, 8, 64, softcap=20.0, dtype="bfloat16", atol=2e-2),
 )
 SPOILED = (
-    (CASE["tiny"], BATCHES["decode"], "float32", np.inf),
-    (CASE["tiny_everything"], MIXED, "float32", np.inf),
-    (FLOAT8_CASES[0], MIXED, FLOAT8, np.nan),
+    (CASE["tiny"], BATCHES["decode"], np.inf),
+    (CASE["tiny_everything"], MIXED, np.inf),
+    (replace(BYTES[0], pages_dtype=FLOAT8), MIXED, np.nan),
     *(
-        pytest.param(case, MIXED, case.dtype, np.nan, marks=pytest.mark.slow)
+        pytest.param(case, MIXED, np.nan, marks=pytest.mark.slow)
         for case in (CASE["tiny"], CASE["gemma2_9b"], CASE["gemma3_27b_global"], *GROUPS)
     ),
 )
@@ -94,28 +91,21 @@ PREFILLS = {
     "long_context": Rows(decode=(20,), prefill=((300, 40),), pad_tokens=70),
     "padding_mixed": Rows(pad_rows=4, pad_tokens=9),
 }
+SLOW_RACE = Case("one_head", 2, 1, 256, page_size=8, dtype="bfloat16", atol=8e-3)
+FLOAT8_RACE = Case("two_heads", 4, 2, 128, 8, dtype="bfloat16", pages_dtype=FLOAT8, atol=2e-2)
 RACES = (
-    (CASE["tiny_everything"], "float32"),
-    (Case("two_heads", 4, 2, 128, page_size=8, dtype="bfloat16", atol=8e-3), FLOAT8),
-    pytest.param(CASE["tiny"], "float32", marks=pytest.mark.slow),
-    pytest.param(
-        Case("one_head", 2, 1, 256, page_size=8, dtype="bfloat16", atol=8e-3),
-        "bfloat16",
-        marks=pytest.mark.slow,
-    ),
+    CASE["tiny_everything"],
+    FLOAT8_RACE,
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (CASE["tiny"], SLOW_RACE)),
 )
 PREFILL_RACES = (
-    (Case("window", 4, 2, 8, page_size=32, window=270), "float32"),
-    (Case("two_heads", 4, 2, 128, page_size=32, dtype="bfloat16", atol=8e-3), FLOAT8),
-    pytest.param(
-        Case("one_head", 2, 1, 256, page_size=32, dtype="bfloat16", atol=8e-3),
-        "bfloat16",
-        marks=pytest.mark.slow,
-    ),
+    Case("window", 4, 2, 8, page_size=32, window=270),
+    replace(FLOAT8_RACE, page_size=32),
+    pytest.param(replace(SLOW_RACE, page_size=32), marks=pytest.mark.slow),
 )
-# tiny_page_1 is refused, see below.
+# tiny_page_1 is refused, see below, and so are queries in float32 with pages of bytes.
 SMALL = [c for c in CASES if c.name.startswith("tiny") and c.name != "tiny_page_1"]
-LARGE = [c for c in CASES if not c.name.startswith("tiny")]
+LARGE = [c for c in CASES if not c.name.startswith("tiny") and c.name != "everything_int8"]
 
 
 def name_of(value: object) -> str | None:
@@ -143,7 +133,7 @@ def facts(setup: Setup, platform: str = "tpu", **changes: object) -> registry.Fa
     values = {
         "q": registry.ArrayFacts(setup.q.shape, dtype),
         "k": registry.ArrayFacts(setup.k.shape, dtype),
-        "pages": registry.ArrayFacts(setup.pool("tpu").shape, dtype),
+        "pages": registry.ArrayFacts(setup.pool("tpu").shape, str(setup.pages_dtype)),
         "table": registry.ArrayFacts(setup.table.shape, "int32"),
         "decode_only": setup.rows.ragged().decode_only,
         "window": case.window,
@@ -154,22 +144,16 @@ def facts(setup: Setup, platform: str = "tpu", **changes: object) -> registry.Fa
 @functools.cache
 def _jitted(options: tuple, interpret: bool | pltpu.InterpretParams):
     call = functools.partial(mosaic_tpu.paged_attention, interpret=interpret, **dict(options))
-    return jax.jit(call)
+    return jax.jit(functools.partial(run_scaled, call))
 
 
-def check(
-    setup: Setup,
-    interpret: bool | pltpu.InterpretParams = True,
-    pages_dtype: str | None = None,
-) -> None:
+def check(setup: Setup, interpret: bool | pltpu.InterpretParams = True) -> None:
     """The output against the oracle, and every page: what no token wrote stays NaN."""
-    if pages_dtype == FLOAT8:
-        setup.round_to_float8()
     call = _jitted(tuple(setup.options.items()), interpret)
     q, k, v = (jnp.asarray(x, setup.dtype) for x in (setup.q, setup.k, setup.v))
-    pages = setup.pool("tpu").astype(pages_dtype or setup.dtype)
-    sinks = None if setup.sinks is None else jnp.asarray(setup.sinks, jnp.float32)
-    out, after = call(q, k, v, pages, jnp.asarray(setup.table), setup.rows.ragged(), sinks=sinks)
+    pages = setup.pool("tpu").astype(setup.pages_dtype)
+    table, ragged = jnp.asarray(setup.table), setup.rows.ragged()
+    out, after = call(q, k, v, pages, table, ragged, **setup.arrays)
     assert out.dtype == setup.dtype and after.dtype == pages.dtype
     atol = setup.case.atol + (WEIGHTS_ATOL if setup.dtype == jnp.bfloat16 else 0.0)
     setup.check_output(out, atol)
@@ -200,23 +184,31 @@ def test_mixed_model_shapes(case: Case) -> None:
     check(setup)
 
 
-@pytest.mark.parametrize("case", FLOAT8_CASES, ids=lambda case: case.name)
-def test_float8_pages_hold_what_rounding_leaves(case: Case) -> None:
-    setup = Setup(case, MIXED)
-    pages = registry.ArrayFacts(setup.pool("tpu").shape, FLOAT8)
-    assert mosaic_tpu.refuses(facts(setup, pages=pages)) is None
-    check(setup, pages_dtype=FLOAT8)
+def test_small_mixed() -> None:
+    check(Setup(CASE["tiny_everything"], MIXED))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize(
+    "case",
+    [BYTES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in BYTES[1:])],
+    ids=lambda case: case.name,
+)
+def test_pages_of_bytes(case: Case, dtype: str) -> None:
+    setup = Setup(replace(case, pages_dtype=dtype), MIXED)
+    assert mosaic_tpu.refuses(facts(setup)) is None
+    check(setup)
 
 
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize(("case", "rows", "pages", "value"), SPOILED, ids=name_of)
+@pytest.mark.parametrize(("case", "rows", "value"), SPOILED, ids=name_of)
 def test_what_is_not_finite_stays_in_its_row(
-    case: Case, rows: Rows, pages: str, value: float, first: int
+    case: Case, rows: Rows, value: float, first: int
 ) -> None:
     """Keys and values that stay in vector memory when shorter rows come."""
     setup = Setup(case, rows)
     setup.spoil(range(first, len(setup.rows.all), 2), value)
-    check(setup, pages_dtype=pages)
+    check(setup)
 
 
 @pytest.mark.slow
@@ -244,11 +236,10 @@ def interpreter(mode: Literal["on_wait", "eager"]) -> pltpu.InterpretParams:
 
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
-@pytest.mark.parametrize(("case", "pages"), RACES, ids=name_of)
+@pytest.mark.parametrize("case", RACES, ids=name_of)
 @pytest.mark.timeout(300)
 def test_copies(
     case: Case,
-    pages: str,
     mode: Literal["on_wait", "eager"],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -256,16 +247,15 @@ def test_copies(
     """Rows of more blocks than slots, and more rows than a grid step has."""
     monkeypatch.setattr(tpu_layout, "BLOCK_TOKENS", 8)
     monkeypatch.setattr(tpu_decode, "ROWS_PER_STEP", 2)
-    check(Setup(case, Rows(decode=(45, 0, 9), pad_rows=1)), interpreter(mode), pages)
+    check(Setup(case, Rows(decode=(45, 0, 9), pad_rows=1)), interpreter(mode))
     assert RACE not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
-@pytest.mark.parametrize(("case", "pages"), PREFILL_RACES, ids=name_of)
+@pytest.mark.parametrize("case", PREFILL_RACES, ids=name_of)
 @pytest.mark.timeout(300)
 def test_copies_of_prefill(
     case: Case,
-    pages: str,
     mode: Literal["on_wait", "eager"],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -273,7 +263,7 @@ def test_copies_of_prefill(
     """Tiles of more blocks than slots, rows of more tiles than one, and what no row owns."""
     monkeypatch.setattr(tpu_prefill_layout, "TILE", 16)
     rows = Rows(decode=(9,), prefill=((260, 21), (0, 3)), pad_rows=1, pad_tokens=19)
-    check(Setup(case, rows), interpreter(mode), pages)
+    check(Setup(case, rows), interpreter(mode))
     assert RACE not in capfd.readouterr().out
 
 
@@ -290,7 +280,7 @@ def test_copies_of_prefill(
         (
             "gemma3_270m_local",
             {"pages": registry.ArrayFacts((9, 16, 2, 256), "float8_e4m3fn")},
-            "tiles float8 pages (9, 16, 2, 256)",
+            "tiles float8_e4m3fn pages (9, 16, 2, 256)",
         ),
         ("gemma2_9b", {"table": registry.ArrayFacts((256, 4096), "int32")}, "scalar memory"),
         ("tiny", {"pages": registry.ArrayFacts((9, 1, 2, 128), "float32")}, "a page of 1 tokens"),

@@ -112,12 +112,13 @@ def test_mixed(name: str, chip: str) -> None:
 
 @pytest.mark.parametrize("chip", EVERY_CHIP)
 @pytest.mark.parametrize("name", ["qwen3_next_bf16_128", "llama3_8b"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize(
     "tokens", [None, pytest.param(TOKENS, marks=pytest.mark.slow)], ids=["decode", "mixed"]
 )
-def test_float8_pages(tokens: int | None, name: str, chip: str) -> None:
+def test_pages_of_bytes(tokens: int | None, dtype: str, name: str, chip: str) -> None:
     given = list(arguments(CASE[name], ROWS, tokens))
-    given[3] = shape("float8_e4m3fn", 2 * given[3].shape[0], *given[3].shape[1:])
+    given[3] = shape(dtype, 2 * given[3].shape[0], *given[3].shape[1:])
     compiled = compile_for(chip, attention(CASE[name], tokens is None), given, donate=(3,))
     kernels = KERNELS if tokens is None else (*KERNELS, "paged_attention_prefill")
     check_in_place(compiled, given[3], kernels)
