@@ -177,8 +177,7 @@ class Tuned:
     def costs_line(self) -> str:
         """Milliseconds or cycles by size."""
         scale, unit = (1e3, ".3f") if self.by == tuning.TIME else (1, ",.0f")
-        costs = [f"{size}: {scale * cost:{unit}}" for size, cost in self.costs.items()]
-        return ", ".join([*costs, *(f"{size}: {why}" for size, why in self.failed.items())])
+        return ", ".join(f"{size}: {scale * cost:{unit}}" for size, cost in self.costs.items())
 
 
 def tune_op(
@@ -403,6 +402,9 @@ def _tune(op: str, chip: str, **options: Any) -> None:
             found[x.key] = x.entry()
         rows.append((x.key, x.case, x.costs_line(), str(x.default), kept))
     _print_table(rows)
+    for x in tuned:
+        for size, reason in x.failed.items():
+            print(f"{x.key}: size {size} is left out: {reason}")
     print(f"written to {tuning.write(kind, found)}" if found else "nothing is written")
 
 

@@ -289,10 +289,14 @@ def _mamba2(case: Any, batch: Batch, draw: _Draw) -> Call:
 
 
 def _paged_attention(case: Any, batch: Batch, draw: _Draw) -> Call:
-    """Pages of a row lie anywhere in the pool, as they do when sequences come and go."""
+    """Pages of a row lie anywhere in the pool, as they do when sequences come and go. With a window
+    they are a ring.
+    """
     from pallas_kernels.paged_attention import paged_attention, pages_shape
 
     width = -(-(batch.earlier + batch.new) // case.page_size)
+    if case.window is not None:
+        width = min(width, -(-(case.window - 1 + batch.new) // case.page_size) + 1)
     shape = pages_shape(batch.rows * width + 1, case.page_size, case.num_kv_heads, case.head_dim)
     pool = encode(draw.normal("float32", *shape), storage_dtype(case.pages_dtype or case.dtype))
     scales = None if case.pages_dtype is None else draw.between(0.5, 1.0, case.num_kv_heads)

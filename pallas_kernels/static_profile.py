@@ -6,7 +6,8 @@ what they and their transfers take. Three things it does not know:
 - Values in scalar memory, which decide what a ragged batch makes the kernel do, are zeros to it.
   So the first grid step stores those of the batch there.
 - Transfers at the same time hold each other up. So no estimate is below the time of all bytes of
-  operands and results, one after the other, at the rate of a long transfer in libtpu's model.
+  operands and results, one after the other, at the rate of a long transfer in libtpu's model:
+  `bench_operands` makes no pool larger than what a kernel uses.
 - When to end: it may take any time and memory, and often aborts when the profile is written. So
   every kernel is compiled in a process of its own (`python -m pallas_kernels.static_profile`),
   with limits, and what counts is the file.
@@ -17,6 +18,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -108,9 +110,13 @@ class Kernel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of all operands and results."""
-        arrays = jax.tree.leaves((self.operands, self.options["out_shape"]))
-        return sum(x.size * x.dtype.itemsize for x in arrays)
+        """Of all operands and results; of pools, which are updated in place, but for slot 0."""
+        aliases = self.options.get("input_output_aliases", {})
+        results = jax.tree.leaves(self.options["out_shape"])
+        arrays = (*enumerate(self.operands), *enumerate(results, len(self.operands)))
+        pools = {*aliases, *(len(self.operands) + result for result in aliases.values())}
+        sizes = ((n, x.size * x.dtype.itemsize, x.shape[0]) for n, x in arrays)
+        return sum(size - size // slots * (n in pools) for n, size, slots in sizes)
 
     @property
     def traced(self) -> str:
@@ -180,8 +186,9 @@ def _profile(trial: Trial, kernel: str) -> int:
             if name and found and name[1] == kernel:
                 return int(found[1])
     errors = re.findall(r"^(?:\w+\.)*(\w*Error: .*)", done.stderr, re.MULTILINE)
-    limits = f"no profile within {CPU_SECONDS} s of CPU and {MEMORY_BYTES >> 30} GiB"
-    raise NoProfileError(errors[-1][:200] if errors else f"{limits} (exit {done.returncode})")
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise NoProfileError(f"no profile within {CPU_SECONDS} s of CPU")
+    raise NoProfileError(errors[-1][:200] if errors else "libtpu aborted without a profile")
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import tuning
 from pallas_kernels.paged_attention.tpu_copies import clear_unseen, forget, start_block, wait_block
 from pallas_kernels.paged_attention.tpu_layout import (
     F32,
@@ -53,7 +54,7 @@ def vmem_bytes(
     window: int | None,
 ) -> int:
     """What the decode kernel needs, rounded up."""
-    layout = Layout.of(pages, kv_heads, table.shape[1], window)
+    layout = _layout(q, pages, table, kv_heads, window)
     heads = -(-q.shape[1] // 8) * 8
     item = jnp.dtype(pages.dtype).itemsize
     buffers = SLOTS * layout.block_rows * LANES * item
@@ -62,6 +63,24 @@ def vmem_bytes(
     queries = 4 * ROWS_PER_STEP * heads * layout.chunks * LANES * item
     needed = buffers + scores + queries
     return needed if needed <= VMEM_FREE else needed + VMEM_SPILLS
+
+
+def _layout(
+    q: jax.Array | ArrayFacts,
+    pages: jax.Array | ArrayFacts,
+    table: jax.Array | ArrayFacts,
+    kv_heads: int,
+    window: int | None,
+) -> Layout:
+    """With the block that was tuned: `Layout.of` has the largest, and smaller ones start sooner."""
+    layout = Layout.of(pages, kv_heads, table.shape[1], window)
+    most, quantum = layout.block, layout.pages_per_chunk
+    smaller = {-(-most // (parts * quantum)) * quantum for parts in (2, 4)}
+    blocks = sorted({most, *(block for block in smaller if block < most)})
+    heads = -(-q.shape[1] // 8) * 8
+    shape = heads, *pages.shape[1:], jnp.dtype(pages.dtype).itemsize, window or 0, most
+    block = tuning.pick("paged_attention.decode_pages", shape, blocks, most)
+    return layout._replace(block=block)
 
 
 def decode(
@@ -76,7 +95,7 @@ def decode(
 ) -> jax.Array:
     """Attention of the decode rows: q [S, N, H] -> [S, N, H], 0 for other rows."""
     rows, heads, dim = q.shape
-    layout = Layout.of(pages, options.kv_heads, table.shape[1], options.window)
+    layout = _layout(q, pages, table, options.kv_heads, options.window)
     groups = heads // options.kv_heads
     padded, step = -(-heads // 8) * 8, min(ROWS_PER_STEP, rows)
     q = jnp.pad(q, ((0, -rows % step), (0, padded - heads), (0, 0)))

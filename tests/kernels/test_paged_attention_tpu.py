@@ -6,6 +6,7 @@ milliseconds per page: a few pages only.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import registry
+from pallas_kernels import registry, tuning
 from pallas_kernels.paged_attention import (
     mosaic_tpu,
     paged_attention,
@@ -223,6 +224,22 @@ def test_blocks_as_they_are_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.undo()
     setup = Setup(CASE["gemma3_270m_local"], Rows(decode=(511, 512, 513, 1300)))
     check(setup)
+
+
+@pytest.mark.parametrize("case", ["tiny", "tiny_window"])
+def test_the_smallest_block_that_can_be_tuned(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def pick(name: str, shape: Sequence[int], candidates: Sequence[int], default: int) -> int:
+        asked.append(candidates[0] < default)
+        return candidates[0]
+
+    monkeypatch.setattr(tuning, "pick", pick)
+    monkeypatch.setattr(tpu_layout, "CHUNK_ROWS", 16)
+    _jitted.cache_clear()  # what was traced has blocks already
+    check(Setup(CASE[case], Rows(decode=(45, 0, 9), pad_rows=1)))
+    _jitted.cache_clear()
+    assert asked and all(asked)
 
 
 def interpreter(mode: Literal["on_wait", "eager"]) -> pltpu.InterpretParams:

@@ -42,8 +42,8 @@ def test_only_what_the_size_changes_counts_and_not_below_the_time_of_its_bytes(
 
     monkeypatch.setattr(static_profile, "_profile", profile)
     batch = Batch(2, 0, 8)
-    # Both kernels move states of 4 heads in and out of 3 slots, and hardly anything else.
-    states = 2 * 3 * 4 * 256 * 512 * 4
+    # Both kernels move states of 4 heads in and out of 2 slots, and little else.
+    states = 2 * 2 * 4 * 256 * 512 * 4
     for key, part in zip(KEYS, ("decode", "prefill"), strict=True):
         asked.clear()
         with targeting("v6e"):
@@ -53,7 +53,7 @@ def test_only_what_the_size_changes_counts_and_not_below_the_time_of_its_bytes(
         assert [size for size, _ in asked] == [1, 2, 4]
         assert all(part in kernel for _, kernel in asked)
         assert failed == {4: "took too long"} and cycles[1] == 10**9
-        assert states / 776 < cycles[2] < 1.2 * states / 776
+        assert states / 776 < cycles[2] < 1.3 * states / 776
 
 
 def test_the_first_grid_step_stores_the_scalars() -> None:
@@ -82,7 +82,12 @@ def test_the_first_grid_step_stores_the_scalars() -> None:
 @pytest.mark.parametrize(
     ("code", "errors", "said"),
     [
-        (-24, "", r"no profile within 300 s of CPU and 16 GiB \(exit -24\)"),
+        (-24, "", "no profile within 300 s of CPU"),
+        (
+            -6,
+            "F1130 12:57:38.8 1 llo_module.cc:66] Failed",
+            "libtpu aborted without a profile",
+        ),
         (1, "Traceback\njax.errors.JaxRuntimeError: INTERNAL: Mosaic failed\n", "Mosaic failed"),
     ],
 )

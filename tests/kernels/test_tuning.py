@@ -257,7 +257,7 @@ def test_sizes_without_a_profile_are_left_out(
     sized: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed = tune_for_v6e({2: 20_000, 4: 30_000}, monkeypatch, capsys)
-    assert "2: 20,000, 4: 30,000, 1: took too long" in printed
+    assert "gla.size 2x8: size 1 is left out: took too long" in printed
     assert tuning.entries(KIND)["gla.size 2x8"]["size"] == 2
     printed = tune_for_v6e({1: 20_000, 2: 30_000}, monkeypatch, capsys)
     assert "nothing: own rule has no figure" in printed and "nothing is written" in printed
