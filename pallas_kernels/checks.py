@@ -30,13 +30,12 @@ def check_floating(op: str, **arrays: jax.Array) -> None:
             raise ValueError(f"{op}: {name} must be floating point, got {array.dtype}")
 
 
-def check_pool(op: str, *, int8: bool = False, **pools: jax.Array) -> None:
-    """Raises ValueError unless every pool holds floating-point values, or, if it may, int8."""
-    for name, pool in pools.items():
-        dtype = value_dtype(pool.dtype)
-        if not (jnp.issubdtype(dtype, jnp.floating) or (int8 and dtype == INT8)):
-            kinds = "floating point or int8" if int8 else "floating point"
-            raise ValueError(f"{op}: {name} must hold {kinds}, got {pool.dtype}")
+def check_pool(op: str, name: str, pool: jax.Array, *, int8: bool = False) -> None:
+    """Raises ValueError unless a pool holds floating-point values, or, if it may, int8."""
+    dtype = value_dtype(pool.dtype)
+    if not (jnp.issubdtype(dtype, jnp.floating) or (int8 and dtype == INT8)):
+        kinds = "floating point or int8" if int8 else "floating point"
+        raise ValueError(f"{op}: {name} must hold {kinds}, got {pool.dtype}")
 
 
 def check_int32(op: str, **arrays: jax.Array) -> None:

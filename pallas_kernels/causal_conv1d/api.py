@@ -99,5 +99,5 @@ def _check(
     if activation not in ("silu", None):
         raise ValueError(f"{OP}: activation must be 'silu' or None, got {activation!r}")
     check_floating(OP, x=x, weight=weight)
-    check_pool(OP, state=state)
+    check_pool(OP, "state", state)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)

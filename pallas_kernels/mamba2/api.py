@@ -109,5 +109,5 @@ def _check(
     check_float32(OP, **per_head, **{"state.recurrent": state.recurrent})
     check_dt_limit(OP, dt_limit)
     check_floating(OP, xBC=xBC, dt=dt)
-    check_pool(OP, **{"state.conv": state.conv})
+    check_pool(OP, "state.conv", state.conv)
     check_rows(OP, num_tokens, ragged, read_slots, write_slots)

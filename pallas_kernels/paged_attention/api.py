@@ -114,7 +114,7 @@ def _check(
         raise ValueError(f"{OP}: {q_heads} query heads are not a multiple of {kv_heads} KV heads")
     check_int32(OP, table=table)
     check_floating(OP, q=q, k=k, v=v)
-    check_pool(OP, int8=True, pages=pages)
+    check_pool(OP, "pages", pages, int8=True)
     if window is not None and window < 1:
         raise ValueError(f"{OP}: window must be at least 1, got {window}")
     if softcap is not None and softcap <= 0:
