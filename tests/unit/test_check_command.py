@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hybrid_jax import checking
+from hybrid_jax.checking import CheckReport, Finding, LayerError
 from hybrid_jax.loading import load_model
 from tests.checking.conftest import recorded, workspace
 from tests.helpers import tiny
@@ -33,7 +35,7 @@ CHECK = ("--tokens", 6, "--long", 270)
 def test_check_ends_with_1_when_a_model_is_not_its_reference(
     run: Run, model: Path, broken: Path, tmp_path: Path
 ) -> None:
-    """The table and JSON of a sound model, and of one with a wrong weight in its second layer."""
+    """The table of a sound model, and JSON of one with a wrong weight in its second layer."""
     loaded, file = load_model(model), tmp_path / "reference.safetensors"
     recorded(loaded, workspace(loaded)).save(file)
     code, out, err = run("check", model, "--reference", file, *CHECK)
@@ -46,18 +48,30 @@ def test_check_ends_with_1_when_a_model_is_not_its_reference(
         tensors["model.layers.1.linear_attn.A_log"] *= 2
 
     change_tensors(broken, spoil)
-    code, out, err = run("check", "run", broken, "--reference", file, *CHECK)
-    assert (code, err) == (1, "")
-    assert "layer 1 (linear: " in out and "first to diverge" in out and "convolution, decay" in out
-    assert "first wrong position" in out  # the table of layers
     code, out, err = run("check", "--json", "--reference", file, broken, *CHECK)
     report = json.loads(out)
-    assert code == 1 and report["failed"]
+    assert (code, err) == (1, "") and report["failed"]
+    detail = {f["check"]: f["detail"] for f in report["findings"]}["hidden states"]
+    assert "layer 1 (linear: " in detail and "first to diverge" in detail
+    assert "convolution, decay" in detail
     failed = {f["check"] for f in report["findings"] if f["verdict"] == "fail"}
     # It is sound in itself: only the reference tells.
     assert {"hidden states", "prefill logits"} <= failed
     assert not failed - {"hidden states", "prefill logits", "greedy tokens", "repetition"}
     assert [layer["position"] is None for layer in report["layers"]] == [True, True, False, False]
+
+
+def test_the_tables_of_a_wrong_layer(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = LayerError(0, 0.0, 1e-5, None), LayerError(1, 0.25, 1e-5, 17)
+    found = Finding("hidden states", "fail", 0.25, 1e-5, "look at layer 0")
+    report = CheckReport((found,), layers, "float32")
+    monkeypatch.setattr(checking, "check_model", lambda *_, **__: report)
+    code, out, err = run("check", "run", model)
+    assert (code, err) == (1, "")
+    assert "look at layer 0" in out
+    assert "first wrong position" in out and "17" in out
 
 
 CHECK_MISTAKES = {
