@@ -386,9 +386,9 @@ def _tune(op: str, chip: str, **options: Any) -> None:
         raise ValueError(f"{directory} cannot be written ({error}); set XDG_CACHE_HOME") from error
     tuned = tune_op(op, chip=chip, **options)
     if not tuned:
+        remedy = "take others" if kind != "cpu" else "kernels for TPU and GPU have, see --chip"
         raise ValueError(
-            f"what runs {op} on {kind} has no block sizes to tune for these cases; those that have "
-            "some are kernels for TPU and GPU"
+            f"what runs {op} on {kind} has no block sizes to tune for these cases; {remedy}"
         )
     known, found = tuning.entries(kind), {}
     rows = [("block size", "case", "cycles by size" if chip else "ms by size", "own rule", "kept")]

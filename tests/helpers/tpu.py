@@ -1,5 +1,6 @@
 """Compiles for TPUs that are not there: libtpu is the compiler, a topology stands for devices."""
 
+import importlib.machinery
 import importlib.util
 import os
 import re
@@ -38,6 +39,17 @@ needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU's compiler, is not installed; it exists for Linux x86-64 only",
 )
+
+
+def pretend_libtpu(monkeypatch: pytest.MonkeyPatch, *, installed: bool) -> None:
+    """Whether `importlib.util.find_spec` finds it."""
+    find = importlib.util.find_spec
+    found = importlib.machinery.ModuleSpec("libtpu", None) if installed else None
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: found if name == "libtpu" else find(name, *rest),
+    )
 
 
 def device_memory(mode: Literal["on_wait", "eager"]) -> pltpu.InterpretParams:

@@ -14,15 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import static_profile
 from pallas_kernels.bench_operands import Batch, Call, cases_of, make_call
 from pallas_kernels.static_profile import Kernel, Trial, profile_sizes, targeting
-from tests.helpers.tpu import needs_libtpu
+from tests.helpers.tpu import needs_libtpu, pretend_libtpu
 
 KEYS = ("gla.decode_heads 4x4x524288", "gla.prefill_heads 4x4x256x512x2")
-
-
-@pytest.fixture
-def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it were installed."""
-    monkeypatch.setattr(static_profile.importlib.util, "find_spec", lambda name: object())
 
 
 def gla_1b(batch: Batch) -> Call:
@@ -30,8 +24,9 @@ def gla_1b(batch: Batch) -> Call:
 
 
 def test_only_what_the_size_changes_counts_and_not_below_the_time_of_its_bytes(
-    libtpu: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    pretend_libtpu(monkeypatch, installed=True)
     asked: list[tuple[int, str]] = []
 
     def profile(trial: Trial, kernel: str) -> int:

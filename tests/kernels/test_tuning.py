@@ -15,6 +15,7 @@ import pytest
 from pallas_kernels import bench, platform, registry, static_profile, tuning
 from pallas_kernels.gla import reference
 from pallas_kernels.tpu_chip import CHIPS, head_block
+from tests.helpers.tpu import pretend_libtpu
 
 KIND = "TPU v6 lite"
 KEY = "op.size 4x8"
@@ -183,11 +184,6 @@ def test_a_directory_that_cannot_be_written_is_named_before_anything_is_tried(
     assert "set XDG_CACHE_HOME" in line
 
 
-def have_libtpu(monkeypatch: pytest.MonkeyPatch, *, installed: bool) -> None:
-    found = object() if installed else None
-    monkeypatch.setattr(static_profile.importlib.util, "find_spec", lambda name: found)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -201,17 +197,17 @@ def test_chips_that_nothing_can_be_said_of(
     options: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    have_libtpu(monkeypatch, installed=False)
+    pretend_libtpu(monkeypatch, installed=False)
     assert said in refused(["gla", "--case", "tiny", *options], monkeypatch, capsys)
 
 
 def test_an_op_without_sizes_on_a_chip(
     own_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    have_libtpu(monkeypatch, installed=True)
+    pretend_libtpu(monkeypatch, installed=True)
     options = ["rows", "--case", "tiny", "--tune", "--chip", "v6e"]
     line = refused(options, monkeypatch, capsys)
-    assert "what runs rows on TPU v6 lite has no block sizes" in line
+    assert "what runs rows on TPU v6 lite has no block sizes" in line and "take others" in line
     assert not any(own_files.iterdir())
 
 
@@ -225,7 +221,7 @@ def tune_for_v6e(
         assert platform.current().kind == KIND
         return cycles, {size: "took too long" for size in sizes if size not in cycles}
 
-    have_libtpu(monkeypatch, installed=True)
+    pretend_libtpu(monkeypatch, installed=True)
     monkeypatch.setattr(static_profile, "profile_sizes", profile_sizes)
     monkeypatch.setattr(bench.metadata, "version", lambda name: f"{name} 1.0")
     options = ["--case", "tiny", "--rows", "2", "--tokens", "3", "--tune", "--chip", "v6e"]
