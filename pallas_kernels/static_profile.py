@@ -185,7 +185,8 @@ def _profile(trial: Trial, kernel: str) -> int:
             found = re.search(r"estimated_cycles: (\d+)", text)
             if name and found and name[1] == kernel:
                 return int(found[1])
-    errors = re.findall(r"^(?:\w+\.)*(\w*Error: .*)", done.stderr, re.MULTILINE)
+    said = r"^(?:\w+\.)*(\w*Error: .*)|(Static LLO profiling of \S+ failed: .*)"
+    errors = ["".join(groups) for groups in re.findall(said, done.stderr, re.MULTILINE)]
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise NoProfileError(f"no profile within {CPU_SECONDS} s of CPU")
     raise NoProfileError(errors[-1][:200] if errors else "libtpu aborted without a profile")

@@ -83,6 +83,11 @@ def test_the_first_grid_step_stores_the_scalars() -> None:
             "F1130 12:57:38.8 1 llo_module.cc:66] Failed",
             "libtpu aborted without a profile",
         ),
+        (
+            -6,
+            "F1130] Static LLO profiling of gla_decode.1 failed: no such op\n",
+            "^Static LLO .* no such op",
+        ),
         (1, "Traceback\njax.errors.JaxRuntimeError: INTERNAL: Mosaic failed\n", "Mosaic failed"),
     ],
 )
