@@ -1,5 +1,7 @@
 """Keys and values in fewer bits: what that costs, against the rounding of the formats."""
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +11,12 @@ from hybrid_jax.cache.snapshot import Snapshot
 from hybrid_jax.engine.engine import Engine
 from hybrid_jax.engine.types import Request
 from hybrid_jax.llm import LLM
+from hybrid_jax.loading import load_model
 from hybrid_jax.runtime.runner import Runner
 from hybrid_jax.sampling_params import SamplingParams
+from pallas_kernels import platform, registry
+from pallas_kernels.paged_attention import mosaic_tpu
+from tests.helpers import tiny
 from tests.helpers.engine_checks import drive, greedy
 from tests.helpers.real_engine import Rig, engine_config, random_prompt
 
@@ -23,12 +29,21 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     return Rig(MODEL, tmp_path_factory.mktemp("kv"), kv_dtype="fp8")
 
 
-def logprobs(runner: Runner) -> np.ndarray:
-    """Of each prompt's most likely next token."""
+@pytest.fixture
+def interpreted() -> Iterator[str]:
+    """The TPU's kernels, interpreted, as an implementation of their own."""
+    run = partial(mosaic_tpu.paged_attention, interpret=True)
+    registry.register("paged_attention", "interpreted", run, mosaic_tpu.refuses)
+    yield "interpreted"
+    del registry._registry._entries["paged_attention"]["interpreted"]
+
+
+def logprobs(runner: Runner, max_tokens: int = 1) -> np.ndarray:
+    """Of each prompt's most likely next token, or the last one of some."""
     runner.reset()
     engine = Engine(runner, None)
     for i, prompt in enumerate(PROMPTS):
-        engine.add_request(Request(f"r{i}", prompt, greedy(1, logprobs=0)))
+        engine.add_request(Request(f"r{i}", prompt, greedy(max_tokens, logprobs=0)))
     ends = drive(engine).ends
     events = [ends[(f"r{i}", 0)].logprobs for i in range(len(PROMPTS))]
     return np.array([event[0].logprob for event in events if event])
@@ -72,3 +87,24 @@ def test_a_session_goes_on_from_a_file_of_float8_pages(rig: Rig, tmp_path: Path)
     output = session.generate([3, 4, 5], params)
     assert output.outputs[0].token_ids == expected
     assert output.usage is not None and output.usage.cached_tokens == len(PROMPTS[0]) + 4
+
+
+@pytest.mark.slow
+def test_tpu_kernels_do_steps_over_float8_pages(
+    interpreted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in several chunks, then a decode step, in the layout that pages have on TPU."""
+    changes = {"num_key_value_heads": 4, "num_hidden_layers": 1, "layer_types": [tiny.FULL]}
+    monkeypatch.setitem(tiny.TINY, "four_heads", tiny.TINY["qwen3"] | changes)
+    model = load_model(tiny.write_checkpoint("four_heads", tmp_path, seed=0), dtype="bfloat16")
+
+    def of(implementation: str) -> np.ndarray:
+        choice = {"paged_attention": implementation}
+        config = engine_config(kv_dtype="fp8", page_size=16, implementations=choice)
+        return logprobs(Runner(model, config, fill=float("nan")), max_tokens=2)
+
+    with platform.target("tpu", "TPU v6e"):
+        found, expected = of(interpreted), of("reference")
+    # Hidden states are bfloat16: one that is rounded the other way moves logits of a few units by
+    # up to 2^-8 of them. Keys of another head or page would move them by units.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=8 * 2**-8)
