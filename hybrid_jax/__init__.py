@@ -2,6 +2,7 @@
 
 from hybrid_jax.cache.chips import find_chip as find_chip
 from hybrid_jax.cache.snapshot import Snapshot as Snapshot
+from hybrid_jax.calibration import calibrate_kv as calibrate_kv
 from hybrid_jax.config import EngineConfig as EngineConfig
 from hybrid_jax.config import ModelConfig as ModelConfig
 from hybrid_jax.generate import generate as generate

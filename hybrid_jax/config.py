@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from os import PathLike
 from typing import Any, Literal
 
 from hybrid_jax.fields import (
@@ -79,8 +80,10 @@ class EngineConfig:
     num_speculative_tokens: int = 0
     prefill_alignment: int = 0  # prefill chunks end at multiples; 0: the linear kernels' chunk or 1
     debug_poison: bool = False  # fill freed memory with NaN and check every id after every step
-    # Of keys and values; auto: the activation dtype, fp8: float8_e4m3fn without a scale.
-    kv_dtype: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
+    # Of keys and values; auto: the activation dtype, fp8: float8_e4m3fn. fp8 and int8 are scaled to
+    # the ranges of K and V, which int8 needs and fp8 can do without.
+    kv_dtype: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
+    kv_ranges: str = ""  # file of `calibrate_kv`; empty: what the checkpoint's scales say, if any
     state_dtype: Literal["float32", "bfloat16"] = "float32"  # of stored recurrent states
     row_buckets: tuple[int, ...] = ()  # S; empty: powers of two up to max_num_seqs
     token_buckets: tuple[int, ...] = ()  # T of mixed steps; empty: powers of two up to the budget
@@ -187,6 +190,12 @@ def _implementations(name: str, value: Any) -> dict[str, str]:
     return dict(value)
 
 
+def _file(name: str, value: Any) -> str:
+    if not isinstance(value, str | PathLike):
+        raise ValueError(f"{name} must be a path, got {shown(value)}; use a file of calibrate_kv")
+    return str(value)
+
+
 def _doubling(first: int, last: int) -> tuple[int, ...]:
     values = []
     while first < last:
@@ -214,7 +223,8 @@ _CHECKS: dict[str, Check] = {
     "num_speculative_tokens": integer(0, 64, "use 0 for no speculation"),
     "prefill_alignment": integer(0, 1_048_576, _CHOSEN),
     "debug_poison": boolean,
-    "kv_dtype": choice(("auto", "float32", "bfloat16", "fp8")),
+    "kv_dtype": choice(("auto", "float32", "bfloat16", "fp8", "int8")),
+    "kv_ranges": _file,
     "state_dtype": choice(("float32", "bfloat16")),
     "row_buckets": _buckets,
     "token_buckets": _buckets,

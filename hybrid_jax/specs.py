@@ -51,6 +51,8 @@ class AttentionSpec:
 
     `window` W includes the token itself: token q sees positions p with q - W < p <= q.
     `qk_norm_width` says whether q/k norms run per head or over the whole projection.
+    `k_range` and `v_range` are the largest |K| and |V| of each KV head, if known: what pages of
+    float8 or int8 are scaled to hold.
     `output_gate`: q_proj is twice as wide, per head [q | gate]; out * sigmoid(gate) before o_proj.
     """
 
@@ -67,6 +69,8 @@ class AttentionSpec:
     qk_norm_width: Literal["head", "projection"] = "head"
     qkv_bias: bool = False
     out_bias: bool = False
+    k_range: tuple[float, ...] | None = None
+    v_range: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):

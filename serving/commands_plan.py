@@ -32,7 +32,7 @@ def plan(
     page_size: Annotated[int | None, typer.Option(help="Tokens of a page.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "auto",
-    kv_dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or fp8.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, fp8 or int8.")] = None,
     state_dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     checkpoints: Annotated[int | None, typer.Option(help="State rows kept for reuse.")] = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Guesses per step.")] = None,

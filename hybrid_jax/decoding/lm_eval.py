@@ -56,7 +56,7 @@ class HybridLM(LM):
             ModelError: it is no model. InvalidRequest: it has no tokenizer.
         """
         super().__init__()
-        model = load_model(path, dtype=dtype)
+        model = load_model(path, dtype=dtype, kv_ranges=options.get("kv_ranges", ""))
         tokenizer = load_tokenizer(model.source)
         if tokenizer is None:
             raise InvalidRequest(f"{path} has no tokenizer, and tasks are text; add tokenizer.json")

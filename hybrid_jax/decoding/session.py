@@ -4,14 +4,17 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from hybrid_jax.cache.snapshot import Snapshot
 from hybrid_jax.decoding.memory import Memory
 from hybrid_jax.errors import InvalidRequest, SnapshotError
 from hybrid_jax.fields import shown
+from hybrid_jax.layers.mixers.attention import kv_scales
 from hybrid_jax.runtime.batch import Returns, StepKind, StepOutput
-from hybrid_jax.specs import WindowSpec
+from hybrid_jax.specs import AttentionSpec, WindowSpec
+from pallas_kernels.storage import LARGEST, encode
 
 if TYPE_CHECKING:
     from hybrid_jax.decoding.workspace import Workspace
@@ -21,7 +24,8 @@ class KV(NamedTuple):
     """Keys and values that an attention layer can still see: those of positions start, ..."""
 
     start: int
-    keys: np.ndarray  # [positions, K, H], in the dtype of the cache
+    # [positions, K, H], in the dtype of the cache; float32 if it is of bytes
+    keys: np.ndarray
     values: np.ndarray  # [positions, K, H]
 
 
@@ -206,12 +210,15 @@ class Session:
         pages = self.workspace.runner.read(group, self._ids(group))[f"{layer}.pages"]
         first, start, length = self._seen(group)
         flat = pages.reshape(-1, *pages.shape[2:])[start - first : length - first]
-        return KV(start, flat[:, 0::2].copy(), flat[:, 1::2].copy())
+        if flat.dtype not in LARGEST:
+            return KV(start, flat[:, 0::2].copy(), flat[:, 1::2].copy())
+        scales = self._scales(layer, flat.dtype)
+        return KV(start, *(flat[:, i::2].astype(np.float32) * scales[i] for i in range(2)))
 
     def set_kv(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Puts `kv` back, edited: the same positions; tokens fed from now on see them.
 
-        Forks keep what they had.
+        Forks keep what they had. Pages of bytes round them.
 
         Raises:
             InvalidRequest: as `kv` does, or a shape is another one.
@@ -226,8 +233,11 @@ class Session:
         pages = self.workspace.runner.read(group, self._ids(group))[name]
         first, start, length = self._seen(group)
         flat = pages.reshape(-1, *pages.shape[2:])  # a view
-        flat[start - first : length - first, 0::2] = keys
-        flat[start - first : length - first, 1::2] = values
+        for i, edited in enumerate((keys, values)):
+            if flat.dtype in LARGEST:
+                scaled = np.asarray(edited, np.float32) / self._scales(layer, flat.dtype)[i]
+                edited = np.asarray(encode(jnp.asarray(scaled), flat.dtype))
+            flat[start - first : length - first, i::2] = edited
         self._write(group, {name: pages})
 
     def _feed(self, token_ids: Sequence[int], returns: Returns) -> Iterator[tuple[int, StepOutput]]:
@@ -263,6 +273,13 @@ class Session:
         kinds = [spec.kind for spec in self.workspace.model_config.layers]
         what = "state" if state else "keys and values"
         raise InvalidRequest(f"layer {shown(layer)} has no {what}; the layers are {kinds}")
+
+    def _scales(self, layer: int, dtype: np.dtype) -> list[np.ndarray]:
+        """Of keys and of values in pages of `dtype`: f32[K, 1]."""
+        mixer = self.workspace.model_config.layers[layer].mixer
+        assert isinstance(mixer, AttentionSpec)
+        ones = np.ones(mixer.num_kv_heads, np.float32)
+        return [(ones if s is None else s)[:, None] for s in kv_scales(mixer, dtype)]
 
     def _ids(self, group: int) -> list[int]:
         """The pages that the next token sees, in order, or the slot."""

@@ -14,6 +14,7 @@ from hybrid_jax.config import ModelConfig
 from hybrid_jax.errors import ModelError
 from hybrid_jax.fields import choice, shown
 from hybrid_jax.loading.hf import HFSource, read_json
+from hybrid_jax.loading.kv_ranges import SCALES, read_ranges, scaled_ranges, with_ranges
 from hybrid_jax.loading.source import TensorSource
 from hybrid_jax.models import config_from_hf, family
 from hybrid_jax.models.decoder import Params, abstract_params
@@ -101,6 +102,7 @@ def load_model(
     *,
     dtype: str = "auto",
     shardings: Mapping[str, jax.sharding.Sharding] | None = None,
+    kv_ranges: str | Path = "",
 ) -> LoadedModel:
     """Loads a checkpoint.
 
@@ -110,6 +112,7 @@ def load_model(
         dtype: of the weights and activations: float32, bfloat16, float16, or auto (the
             checkpoint's).
         shardings: parameter path -> sharding; one device when absent.
+        kv_ranges: a file of `calibrate_kv`; empty: what the checkpoint says, if anything.
 
     Raises:
         ModelError: anything about the checkpoint that does not fit, in one message.
@@ -118,16 +121,21 @@ def load_model(
     if (path / "orbax").is_dir():
         from hybrid_jax.loading import orbax
 
-        return orbax.load(path, dtype=dtype, shardings=shardings)
+        return orbax.load(path, dtype=dtype, shardings=shardings, kv_ranges=kv_ranges)
     source = open_source(path)
     raw = source.config()
     config = config_from_hf(raw)
     module = family(config.model_type)
     original = _original_names(config, source)
-    ignored = (*module.IGNORED, "*.rotary_emb.inv_freq")
+    ignored = (*module.IGNORED, "*.rotary_emb.inv_freq", *SCALES)
     if config.tie_word_embeddings:
         ignored = (*ignored, "lm_head.weight")
     check_layer_map(config, original)
+    get = lambda hub: source.get(original[hub])  # noqa: E731
+    ranges = (
+        read_ranges(Path(kv_ranges)) if kv_ranges else scaled_ranges(config, raw, get, original)
+    )
+    config = with_ranges(config, ranges)
     name = resolve_dtype(dtype, raw, source)
     graph, shapes, _ = abstract_params(config, DTYPES[name])
 
@@ -141,7 +149,7 @@ def load_model(
 
     params = apply_rules(
         module.weight_rules(config, original),
-        lambda hub: source.get(original[hub]),
+        get,
         original,
         shapes,
         put,

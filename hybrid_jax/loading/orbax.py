@@ -23,10 +23,12 @@ from hybrid_jax.loading import (
     stop_ids,
 )
 from hybrid_jax.loading.hf import read_json
+from hybrid_jax.loading.kv_ranges import ranges_of, read_ranges, with_ranges, write_ranges
 from hybrid_jax.models import config_from_hf
 from hybrid_jax.models.decoder import Params, abstract_params
 
 WEIGHTS = "orbax"
+KV_RANGES = "kv_ranges.json"  # of what the checkpoint had as scales
 COPIED = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -56,6 +58,8 @@ def convert(source: Path, target: Path, *, dtype: str = "auto") -> None:
         if isinstance(part, dict):
             part["dtype"] = loaded.dtype
     save(target, raw, loaded.params, (source / name for name in COPIED))
+    if ranges := ranges_of(loaded.config):
+        write_ranges(target / KV_RANGES, ranges)
     if source.is_file():
         from hybrid_jax.loading.gguf import GGUFSource
 
@@ -83,6 +87,7 @@ def load(
     *,
     dtype: str = "auto",
     shardings: Mapping[str, jax.sharding.Sharding] | None = None,
+    kv_ranges: str | Path = "",
 ) -> LoadedModel:
     """Restores a checkpoint, each device reading its own shards. Arguments as in `load_model`.
 
@@ -91,7 +96,9 @@ def load(
         ValueError: an unknown dtype.
     """
     raw = read_json(path / "config.json")
-    config = config_from_hf(raw)
+    file = Path(kv_ranges or path / KV_RANGES)
+    ranges = read_ranges(file) if kv_ranges or file.exists() else {}
+    config = with_ranges(config_from_hf(raw), ranges)
     name = check_dtype("dtype", dtype)
     if name == "auto":
         name = check_dtype("dtype of config.json", (raw.get("text_config") or raw).get("dtype"))

@@ -18,6 +18,7 @@ from hybrid_jax.cache.arrays import CacheSizes
 from hybrid_jax.cache.chips import check_float8
 from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.loading import LoadedModel, load_config, load_model
+from hybrid_jax.loading.kv_ranges import check_ranges
 from hybrid_jax.memory import tables
 from hybrid_jax.memory.plan import MemoryPlan, plan_memory
 from hybrid_jax.memory.snapshot import LiveBytes
@@ -256,12 +257,14 @@ class Runner:
 
 
 def _plan_here(model: LoadedModel, config: EngineConfig) -> MemoryPlan:
-    """The plan for the default device. Raises ValueError as `plan_memory` and `check_float8` do."""
+    """The plan for the default device. Raises ValueError as `plan_memory` and the checks do."""
     # Host memory is elastic, so that on CPU a guess of the temporaries saves a compilation.
     source = "estimate" if jax.default_backend() == "cpu" else "compiler"
     plan = plan_memory(model.config, config, model.dtype, loaded=True, temporaries_from=source)
     if config.kv_dtype == "fp8":
         check_float8(plan.chip)
+    if config.kv_dtype == "int8" or config.kv_ranges:
+        check_ranges(model.config, config.kv_dtype)
     logger.info("%s", tables.plan_line(plan))
     return plan
 
@@ -288,12 +291,12 @@ def open_model(path: str | Path, *, dtype: str, config: EngineConfig) -> LoadedM
     """
     mesh = make_mesh(config.tensor_parallel_size)
     if mesh is None:
-        return load_model(path, dtype=dtype)
+        return load_model(path, dtype=dtype, kv_ranges=config.kv_ranges)
     model, _ = load_config(path)
     partitioner = Partitioner(model, mesh)
     _, _, axes = abstract_params(model, "float32")
     shardings = {name: partitioner.parameter(name, names) for name, names in axes.items()}
-    return load_model(path, dtype=dtype, shardings=shardings)
+    return load_model(path, dtype=dtype, shardings=shardings, kv_ranges=config.kv_ranges)
 
 
 def enable_compilation_cache() -> None:

@@ -21,7 +21,7 @@ from hybrid_jax.runtime.mesh import Partitioner
 from hybrid_jax.runtime.sampling import LogitsProcessor, SamplingTable, sample
 from hybrid_jax.specs import CacheGroup, CacheSpec, StateSpec
 from pallas_kernels import platform, registry
-from pallas_kernels.storage import encode, value_dtype
+from pallas_kernels.storage import encode
 
 Leaves = tuple[jax.Array, ...]
 Shape = tuple[int, ...]
@@ -103,7 +103,7 @@ def init_carry(
     def make_for(spec: CacheSpec) -> MakeArray:
         def make(shape: Shape, dtype: DTypeLike, axes: tuple[str | None, ...]) -> jax.Array:
             sharding = partitioner.cache(spec, shape, axes) if partitioner else None
-            value = encode(jnp.full((), fill, value_dtype(dtype)), dtype)
+            value = encode(jnp.full((), fill, jnp.float32), dtype)
             return full(shape, value, dtype, device=sharding)
 
         return make

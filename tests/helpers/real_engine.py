@@ -68,7 +68,8 @@ class Rig:
 
     def __init__(self, name: str, directory: Path, **options: Any) -> None:
         self.directory = tiny.write_checkpoint(name, directory / name, seed=0)
-        self.model = load_model(self.directory, dtype="float32")
+        ranges = options.get("kv_ranges", "")
+        self.model = load_model(self.directory, dtype="float32", kv_ranges=ranges)
         self.oracle = Oracle(self.model)
         self.runner = Runner(self.model, engine_config(**options), fill=float("nan"))
 

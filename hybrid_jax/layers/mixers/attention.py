@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from hybrid_jax.cache.arrays import PagedCache
@@ -11,6 +12,7 @@ from hybrid_jax.layers.norm import RMSNorm
 from hybrid_jax.layers.rope import apply_rope
 from hybrid_jax.specs import AttentionSpec
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.storage import LARGEST, value_dtype
 
 
 class Attention(nnx.Module):
@@ -48,6 +50,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, PagedCache]:
         """One step. x [T, D], table i32[S, M] -> [T, D] and the cache with this step's K/V."""
         q, k, v, gate = self._project(x, context.rope)
+        k_scale, v_scale = kv_scales(self.spec, cache.pages.dtype)
         out, pages = paged_attention(
             q,
             k,
@@ -59,6 +62,8 @@ class Attention(nnx.Module):
             window=self.spec.window,
             softcap=self.spec.softcap,
             sinks=None if self.sinks is None else self.sinks[...],
+            k_scale=None if k_scale is None else jnp.asarray(k_scale),
+            v_scale=None if v_scale is None else jnp.asarray(v_scale),
         )
         return self._output(out, gate), PagedCache(pages)
 
@@ -101,6 +106,18 @@ def _qk_norm(spec: AttentionSpec, size: int, rngs: nnx.Rngs) -> RMSNorm | None:
         return None
     width = spec.head_dim if spec.qk_norm_width == "head" else size
     return RMSNorm(width, spec.qk_norm, rngs=rngs)
+
+
+def kv_scales(
+    spec: AttentionSpec, pages: jax.typing.DTypeLike
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """f32[K] of K and of V in `pages` of a dtype, None for 1: ranges reach its largest value."""
+    largest = LARGEST.get(value_dtype(pages))
+    k, v = (
+        np.asarray(ends, np.float32) / np.float32(largest) if ends and largest else None
+        for ends in (spec.k_range, spec.v_range)
+    )
+    return k, v
 
 
 def dense_attention(

@@ -1,0 +1,136 @@
+"""The largest |K| and |V| of every KV head: from the scales in a checkpoint, or from a file.
+
+Checkpoints that were calibrated for K and V of 8 bits have one scale for all heads of a layer, and
+what is stored times the scale is the value. Their names differ by the tool that made them.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybrid_jax.config import ModelConfig
+from hybrid_jax.errors import ModelError
+from hybrid_jax.fields import shown
+from hybrid_jax.loading.hf import read_json
+from hybrid_jax.specs import AttentionSpec
+from pallas_kernels.storage import FLOAT8, INT8, LARGEST
+
+Ranges = Mapping[str, Mapping[str, list[float]]]
+"""Index of a layer -> "k" and "v" -> a positive number for each KV head."""
+# Of llm-compressor and vLLM, of ModelOpt, and of older compressed-tensors and Quark.
+_NAMES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
+SCALES = tuple(
+    f"model.layers.*.self_attn.{name.format(which)}" for name in _NAMES for which in "kv"
+)
+
+
+def with_ranges(config: ModelConfig, ranges: Ranges) -> ModelConfig:
+    """The model with the ranges of K and V in the specs of its attention layers, if there are any.
+
+    Raises:
+        ModelError: a layer has none, or not one positive number per KV head.
+    """
+    if not ranges:
+        return config
+    layers = []
+    for i, layer in enumerate(config.layers):
+        if isinstance(layer.mixer, AttentionSpec):
+            heads = layer.mixer.num_kv_heads
+            k, v = (_checked(ranges, i, which, heads) for which in "kv")
+            layer = replace(layer, mixer=replace(layer.mixer, k_range=k, v_range=v))
+        layers.append(layer)
+    return replace(config, layers=tuple(layers))
+
+
+def ranges_of(config: ModelConfig) -> dict[str, dict[str, list[float]]]:
+    """What `with_ranges` was given; empty if nothing."""
+    mixers = enumerate(layer.mixer for layer in config.layers)
+    return {
+        str(i): {"k": list(mixer.k_range), "v": list(mixer.v_range)}
+        for i, mixer in mixers
+        if isinstance(mixer, AttentionSpec) and mixer.k_range and mixer.v_range
+    }
+
+
+def check_ranges(config: ModelConfig, kv_dtype: str) -> None:
+    """Raises ValueError if there is attention, and its ranges are not known."""
+    attention = any(isinstance(layer.mixer, AttentionSpec) for layer in config.layers)
+    if attention and not ranges_of(config):
+        raise ValueError(
+            f"kv_dtype {kv_dtype} needs the ranges of K and V, and the model was loaded without "
+            "any; measure them with hybrid_jax.calibrate_kv and give LLM or load_model the file as "
+            "kv_ranges"
+        )
+
+
+def scaled_ranges(
+    config: ModelConfig,
+    raw: Mapping[str, Any],
+    get: Callable[[str], np.ndarray],
+    names: Collection[str],
+) -> Ranges:
+    """Ranges by the scales of a checkpoint; empty if it has none, or only the default of 1.
+
+    Args:
+        config: the model. raw: config.json, which says what the scales are for.
+        get: reads a tensor. names: of all of them.
+    """
+    scheme = (raw.get("quantization_config") or {}).get("kv_cache_scheme") or {}
+    largest = LARGEST[INT8 if scheme.get("type") == "int" else FLOAT8]
+
+    def scale(i: int, which: str, heads: int) -> np.ndarray:
+        candidates = (f"model.layers.{i}.self_attn.{name.format(which)}" for name in _NAMES)
+        found = [np.asarray(get(name), np.float64) for name in candidates if name in names]
+        return np.broadcast_to(found[0].reshape(-1) if found else 1.0, heads)
+
+    scales = {
+        str(i): {which: scale(i, which, layer.mixer.num_kv_heads) for which in "kv"}
+        for i, layer in enumerate(config.layers)
+        if isinstance(layer.mixer, AttentionSpec)
+    }
+    if all((scale == 1.0).all() for pair in scales.values() for scale in pair.values()):
+        return {}
+    return {
+        i: {which: (largest * scale).tolist() for which, scale in pair.items()}
+        for i, pair in scales.items()
+    }
+
+
+def read_ranges(path: Path) -> Ranges:
+    """What `write_ranges` wrote.
+
+    Raises:
+        ModelError: it is no such file.
+    """
+    if not path.is_file():
+        raise ModelError(
+            f"kv_ranges {str(path)!r} is no file; write one with hybrid_jax.calibrate_kv"
+        )
+    ranges = read_json(path)
+    if not ranges:
+        raise ModelError(f"kv_ranges {str(path)!r} is empty; write it with hybrid_jax.calibrate_kv")
+    return ranges
+
+
+def write_ranges(path: Path, ranges: Ranges) -> None:
+    """Writes a JSON file."""
+    path.write_text(json.dumps(ranges, indent=1) + "\n")
+
+
+def _checked(ranges: Ranges, layer: int, which: str, heads: int) -> tuple[float, ...]:
+    pair = ranges.get(str(layer))
+    given = pair.get(which) if isinstance(pair, Mapping) else None
+    try:
+        values = tuple(float(value) for value in given or ())
+    except (TypeError, ValueError):
+        values = ()
+    if len(values) != heads or not all(0 < value < np.inf for value in values):
+        raise ModelError(
+            f"the range of {which.upper()} in layer {layer} is {shown(given)}, not {heads} "
+            "positive numbers; measure it with hybrid_jax.calibrate_kv"
+        )
+    return values

@@ -1,0 +1,103 @@
+"""Ranges of K and V: by the scales of checkpoints, kept by a conversion, refused by name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hybrid_jax.config import ModelConfig
+from hybrid_jax.errors import ModelError
+from hybrid_jax.layers.mixers.attention import kv_scales
+from hybrid_jax.loading import load_config, load_model, orbax
+from hybrid_jax.loading.kv_ranges import read_ranges, scaled_ranges, with_ranges
+from hybrid_jax.specs import AttentionSpec
+from tests.helpers import tiny
+
+MODEL = "lara_mini"  # linear and attention layers
+NAMES = {
+    "llm-compressor": ("k_scale", "v_scale"),
+    "modelopt": ("k_proj.k_scale", "v_proj.v_scale"),
+    "quark": ("k_proj.output_scale", "v_proj.output_scale"),
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ModelConfig:
+    return load_config(tiny.write_checkpoint(MODEL, tmp_path, 0))[0]
+
+
+def attention(config: ModelConfig) -> dict[int, AttentionSpec]:
+    mixers = enumerate(layer.mixer for layer in config.layers)
+    return {i: mixer for i, mixer in mixers if isinstance(mixer, AttentionSpec)}
+
+
+def scales_of(config: ModelConfig, names: tuple[str, str]) -> dict[str, np.ndarray]:
+    """Another scale for every K and V, as one number or an array of one."""
+    tensors = {}
+    for i in attention(config):
+        for n, name in enumerate(names):
+            scale = np.array(0.01 * (i + 1) + 0.5 * n, np.float32)
+            tensors[f"model.layers.{i}.self_attn.{name}"] = scale if n else scale[None]
+    return tensors
+
+
+@pytest.mark.parametrize("kind", [None, "float", "int"])
+@pytest.mark.parametrize("tool", NAMES)
+def test_what_is_stored_times_the_scale_of_a_checkpoint_is_the_value(
+    tool: str, kind: str | None, config: ModelConfig
+) -> None:
+    tensors = scales_of(config, NAMES[tool])
+    raw = {} if kind is None else {"quantization_config": {"kv_cache_scheme": {"type": kind}}}
+    ranges = scaled_ranges(config, raw, tensors.__getitem__, tensors)
+    pages = "int8" if kind == "int" else "float8_e4m3fn"
+    for i, spec in attention(with_ranges(config, ranges)).items():
+        expected = (tensors[f"model.layers.{i}.self_attn.{name}"] for name in NAMES[tool])
+        for scale, stored in zip(kv_scales(spec, pages), expected, strict=True):
+            assert scale is not None and scale.shape == (spec.num_kv_heads,)
+            np.testing.assert_allclose(scale, np.broadcast_to(stored, scale.shape), rtol=1e-6)
+        assert kv_scales(spec, "bfloat16") == kv_scales(spec, "uint16") == (None, None)
+
+
+def test_scales_of_one_say_nothing(config: ModelConfig) -> None:
+    tensors = {name: np.ones(1, np.float32) for name in scales_of(config, NAMES["quark"])}
+    assert scaled_ranges(config, {}, tensors.__getitem__, tensors) == {}
+
+
+def test_a_conversion_keeps_them(tmp_path: Path) -> None:
+    source = tiny.write_checkpoint(MODEL, tmp_path / "hf", 0)
+    config, _ = load_config(source)
+    tensors = load_file(source / "model.safetensors") | scales_of(config, NAMES["llm-compressor"])
+    save_file(tensors, source / "model.safetensors")
+    orbax.convert(source, tmp_path / "orbax-model")
+    loaded = load_model(tmp_path / "orbax-model").config
+    assert all(spec.k_range and spec.v_range for spec in attention(loaded).values())
+    assert loaded == load_model(source).config
+
+
+@pytest.mark.parametrize("given", [None, [1.0], ["a", "b"], [1.0, 0.0], [1.0, float("nan")], 3])
+def test_ranges_that_are_none_are_named(given: object, config: ModelConfig) -> None:
+    some = attention(config)
+    assert {spec.num_kv_heads for spec in some.values()} == {2}
+    ranges = {str(i): {"k": [1.0, 2.0], "v": [1.0, 2.0]} for i in some}
+    last = max(some)
+    ranges[str(last)]["v"] = given  # type: ignore[assignment]
+    with pytest.raises(ModelError, match=f"range of V in layer {last} is .*, not 2 positive"):
+        with_ranges(config, ranges)
+
+
+@pytest.mark.parametrize(("text", "what"), [(None, "no file"), ("{}", "empty"), ("[", "JSON")])
+def test_files_that_are_none_are_named(text: str | None, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "ranges.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ModelError, match=rf"ranges\.json.*{what}"):
+        read_ranges(path)
+
+
+def test_specs_differ_by_their_ranges_only(config: ModelConfig) -> None:
+    ranges = {str(i): {"k": [1.0, 2.0], "v": [3.0, 4.0]} for i in attention(config)}
+    for i, spec in attention(with_ranges(config, ranges)).items():
+        assert (spec.k_range, spec.v_range) == ((1.0, 2.0), (3.0, 4.0))
+        assert replace(spec, k_range=None, v_range=None) == attention(config)[i]
