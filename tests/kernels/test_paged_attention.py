@@ -205,7 +205,16 @@ def test_what_is_not_finite_stays_in_its_row(case: Case, first: int) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow)
+        if case.pages_dtype and case.head_dim > 8
+        else case
+        for case in LARGE
+    ],
+    ids=lambda case: case.name,
+)
 def test_model_shapes(case: Case, implementation: str) -> None:
     rows = Rows(decode=(4, 143), prefill=((0, 17), (120, 20)), pad_rows=1, pad_tokens=3)
     check(Setup(case, rows), implementation)

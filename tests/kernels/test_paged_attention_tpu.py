@@ -189,11 +189,18 @@ def test_small_mixed() -> None:
     check(Setup(CASE["tiny_everything"], MIXED))
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize(
-    "case",
-    [BYTES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in BYTES[1:])],
-    ids=lambda case: case.name,
+    ("case", "dtype"),
+    [
+        (BYTES[0], "int8"),
+        pytest.param(BYTES[0], "float8_e4m3fn", marks=pytest.mark.slow),
+        *(
+            pytest.param(case, dtype, marks=pytest.mark.slow)
+            for case in BYTES[1:]
+            for dtype in ("int8", "float8_e4m3fn")
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_pages_of_bytes(case: Case, dtype: str) -> None:
     setup = Setup(replace(case, pages_dtype=dtype), MIXED)

@@ -111,8 +111,15 @@ def test_mixed(name: str, chip: str) -> None:
 
 
 @pytest.mark.parametrize("chip", EVERY_CHIP)
-@pytest.mark.parametrize("name", ["qwen3_next_bf16_128", "llama3_8b"])
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3_next_bf16_128", "float8_e4m3fn"),
+        ("llama3_8b", "int8"),
+        pytest.param("qwen3_next_bf16_128", "int8", marks=pytest.mark.slow),
+        pytest.param("llama3_8b", "float8_e4m3fn", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "tokens", [None, pytest.param(TOKENS, marks=pytest.mark.slow)], ids=["decode", "mixed"]
 )
