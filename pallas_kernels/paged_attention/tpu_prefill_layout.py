@@ -18,7 +18,7 @@ BLOCK_TOKENS = 1024
 SMALLEST_TILE = 2 * SUBLANES
 SMALLEST_ROWS = LANES  # they lie along lanes
 UNROLL = 4  # products of a turn of the inner loop
-PIECE_TOKENS = 256  # whose K and V are taken apart at a time
+PIECE_TOKENS = 256  # whose K and V are taken apart at a time; whole steps of the width
 
 
 class PrefillLayout(NamedTuple):
