@@ -1,7 +1,8 @@
 """How Triton kernels with a state per row go over prefill rows: chunk by chunk.
 
 A program has some columns of one head's state in registers and goes over its row's chunks, in
-matrix products. The padding at the end of the batch counts as one more row, of zeros.
+matrix products. The padding at the end of the batch counts as one more row, of zeros. What does
+not depend on states a kernel may compute beforehand, for all chunks at once and for all columns.
 Letters: T tokens, H heads, C chunk, D channels up to a power of two, V columns of a program.
 """
 
@@ -17,12 +18,14 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import gpu_chip
 from pallas_kernels.gpu_rows import F32, Slots
+from pallas_kernels.gpu_tiles import Tile, tile_table
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
 
 TILE = 4096  # values of a state, of queries and of keys: what 256 threads hold without spills
 MIN_SIDE, MAX_SIDE = 16, 32  # tokens and columns: less no product takes, more would spill
 MAX_CHANNELS = TILE // MIN_SIDE
+CHUNK = 64  # tokens, of which part is computed beforehand
 LOWEST = -1e30  # an exponent of nothing
 
 
@@ -31,6 +34,7 @@ class Chunk(NamedTuple):
 
     token: jax.Array  # i32[C]
     real: jax.Array  # bool[C]
+    number: jax.Array  # i32[] below `most_chunks`, of no other chunk; -1: of padding
     head: jax.Array  # i32[]
     heads: int
 
@@ -38,18 +42,76 @@ class Chunk(NamedTuple):
         """f32[C] of [T, H]."""
         return plgpu.load(ref.at[self.token, self.head], mask=self.real, other=0.0)
 
-    def keys(self, ref: Any) -> jax.Array:
-        """[C, D] of [T, G, d]; head j there serves H / G heads."""
-        channel = jnp.arange(_tile(ref.shape[2]))[None]
+    def keys(self, ref: Any, channel: jax.Array | None = None) -> jax.Array:
+        """[C, D] of [T, G, d], or some of the channels; head j there serves H / G heads."""
+        at, mask = self._of(ref, channel)
+        return plgpu.load(at, mask=mask, other=0.0)
+
+    def write(self, ref: Any, keys: jax.Array, channel: jax.Array | None = None) -> None:
+        """Stores keys [C, D] to [T, H, d], or some of the channels."""
+        at, mask = self._of(ref, channel)
+        plgpu.store(at, keys.astype(ref.dtype), mask=mask)
+
+    def _of(self, ref: Any, channel: jax.Array | None) -> tuple[Any, jax.Array]:
+        channel = jnp.arange(tile_of(ref.shape[2])) if channel is None else channel
         head = lax.div(self.head, self.heads // ref.shape[1])
-        mask = self.real[:, None] & (channel < ref.shape[2])
-        return plgpu.load(ref.at[self.token[:, None], head, channel], mask=mask, other=0.0)
+        mask = self.real[:, None] & (channel < ref.shape[2])[None]
+        return ref.at[self.token[:, None], head, channel[None]], mask
 
     def values(self, ref: Any, column: jax.Array) -> jax.Array:
         """f32[C, V] of [T, H, d]."""
-        mask = self.real[:, None] & (column < ref.shape[2])[None]
-        at = ref.at[self.token[:, None], self.head, column[None]]
-        return plgpu.load(at, mask=mask, other=0.0).astype(F32)
+        return self.keys(ref, column).astype(F32)
+
+
+def most_chunks(ragged: RaggedBatch, num_tokens: int, size: int) -> int:
+    """N, above the number of any chunk of `size` tokens."""
+    return num_tokens // size + ragged.num_rows_padded
+
+
+def _number(start: jax.Array, size: int, row: jax.Array) -> jax.Array:
+    """Of the chunk of a row that starts there: a row's last chunk need not be full."""
+    return lax.div(start, size) + row
+
+
+def beforehand(
+    body: Callable[..., None],
+    operands: Sequence[jax.Array],
+    out: Sequence[jax.ShapeDtypeStruct],
+    ragged: RaggedBatch,
+    *,
+    name: str,
+    heads: int,
+    chunk: int,
+    interpret: Any = False,
+) -> list[jax.Array]:
+    """Runs a kernel over all chunks of prefill rows and heads.
+
+    Args:
+        body: (chunk, *refs of operands and of `out`): computes one chunk.
+        operands: anything; the first is [T, ...].
+        out: shapes; what no chunk writes stays undefined.
+        ragged: row boundaries.
+        name: of the kernel.
+        heads: H.
+        chunk: tokens of one.
+        interpret: as in `pl.pallas_call`.
+    """
+    tiles = tile_table(ragged, operands[0].shape[0], chunk)
+
+    def kernel(tiles: Any, *refs: Any) -> None:
+        tile, index = Tile.read(tiles, pl.program_id(0)), jnp.arange(chunk)
+        real = (index < tile.length) & (tile.row >= 0)
+        number = jnp.where(tile.row >= 0, _number(tile.start, chunk, tile.row), -1)
+        body(Chunk(tile.start + index, real, number, pl.program_id(1), heads), *refs)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(tiles.shape[0], heads),
+        out_shape=list(out),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(tiles, *operands)
 
 
 ChunkBody = Callable[..., tuple[jax.Array, jax.Array]]
@@ -88,9 +150,9 @@ def prefill(
     """
     batch = ragged.query_start_loc, ragged.seq_lens, ragged.counts, *slots
     arguments = (*batch, *operands, out, state)
-    most = min(TILE // _tile(state.shape[-2]), MAX_SIDE)
+    most = min(TILE // tile_of(state.shape[-2]), MAX_SIDE)
     chunk = chunk or most
-    columns = columns or min(most, _tile(out.shape[2]))
+    columns = columns or min(most, tile_of(out.shape[2]))
     return pl.pallas_call(
         functools.partial(_kernel, body, chunk, columns),
         grid=(pl.cdiv(out.shape[2], columns), out.shape[1], ragged.num_rows_padded + 1),
@@ -114,7 +176,7 @@ def _kernel(
     prefills = (index >= counts[0]) & (index < counts[1])
     start = starts[jnp.where(padding, counts[1], row)]
     end = jnp.where(padding, num_tokens, jnp.where(prefills, starts[row + 1], start))
-    channel = jnp.arange(_tile(state.shape[-2]))
+    channel = jnp.arange(tile_of(state.shape[-2]))
     column = part * columns + jnp.arange(columns)
     tile = (channel < state.shape[-2])[:, None] & (column < dv)[None]
     if len(state.shape) == 4:
@@ -125,9 +187,12 @@ def _kernel(
     old = plgpu.load(state.at[sources[row], *place], mask=tile & continues, other=0)
 
     def chunk(i: jax.Array, old: jax.Array) -> jax.Array:
-        token = start + i * size + jnp.arange(size)
+        first = start + i * size
+        token = first + jnp.arange(size)
         inside = token < end
-        result, new = body(Chunk(token, inside & prefills, head, heads), column, old, *operands)
+        number = jnp.where(prefills, _number(first, size, row), -1)
+        here = Chunk(token, inside & prefills, number, head, heads)
+        result, new = body(here, column, old, *operands)
         mask = inside[:, None] & (column < dv)[None]
         at = out.at[token[:, None], head, column[None]]
         plgpu.store(at, result.astype(out.dtype), mask=mask)
@@ -137,8 +202,27 @@ def _kernel(
     plgpu.store(state.at[targets[row], *place], new.astype(state.dtype), mask=tile & prefills)
 
 
+class Decay(NamedTuple):
+    """The decay of a chunk since it began, until it ends, and over all of it."""
+
+    growth: jax.Array | float  # f32[C, 1]
+    rest: jax.Array | float  # f32[C, 1]
+    whole: jax.Array  # f32[] or f32[D, 1]
+
+    @classmethod
+    def of(cls, total: jax.Array) -> "Decay":
+        """With one log decay f32[C] per token, summed since the chunk began."""
+        last = jnp.min(total)  # it never rises
+        return cls(jnp.exp(total)[:, None], jnp.exp(last - total)[:, None], jnp.exp(last))
+
+
 def advance(
-    old: jax.Array, queries: jax.Array, keys: jax.Array, values: jax.Array, total: jax.Array
+    old: jax.Array,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    scores: jax.Array,
+    decay: Decay,
 ) -> tuple[jax.Array, jax.Array]:
     """A chunk of S <- e^g S + k (x) v; o = S^T q.
 
@@ -146,30 +230,46 @@ def advance(
         old: f32[D, V] state.
         queries: [C, D]. keys: [C, D], to whose dtype operands of products are rounded.
         values: f32[C, V].
-        total: f32[C] log decay since the chunk began.
+        scores: f32[C, C], decayed.
+        decay: with decays per channel they are in queries and keys, and here is the whole.
 
     Returns:
         out f32[C, V] and the new state.
     """
     dtype = keys.dtype
-    scores = (product(queries, keys.T) * decay(total)).astype(dtype)
-    out = jnp.exp(total)[:, None] * product(queries, old.astype(dtype))
-    out += product(scores, values.astype(dtype))
-    last = jnp.min(total)  # it never rises
-    kept = jnp.exp(last - total)[:, None] * values
-    return out, jnp.exp(last) * old + product(keys.T, kept.astype(dtype))
+    out = decay.growth * product(queries, old.astype(dtype))
+    out += product(scores.astype(dtype), values.astype(dtype))
+    kept = (decay.rest * values).astype(dtype)
+    return out, decay.whole * old + product(keys.T, kept)
 
 
-def decay(total: jax.Array) -> jax.Array:
-    """e^(total_i - total_j) [C, C] for j <= i, else 0."""
+def head_scores(queries: jax.Array, keys: jax.Array, total: jax.Array) -> jax.Array:
+    """q_i . k_j e^(total_i - total_j) [C, C] for j <= i, else 0; total f32[C] as in `Decay.of`."""
     index = jnp.arange(total.shape[0])
     lower = index[:, None] >= index[None]
-    return jnp.exp(jnp.where(lower, total[:, None] - total[None], LOWEST))
+    ratio = jnp.exp(jnp.where(lower, total[:, None] - total[None], LOWEST))
+    return product(queries, keys.T) * ratio
 
 
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """With float32 sums; float32 operands are rounded to tf32."""
-    return plgpu.dot(a, b)
+def product(a: jax.Array, b: jax.Array, *, exact: bool = True) -> jax.Array:
+    """With float32 sums. Matrix units take float32 in tf32, of which two make nearly a float32.
+
+    The product of both low parts, 2^-22 of the whole, is left out; if not `exact`, all low parts
+    are. Both are rounded here, and not by the hardware, so that interpreters round alike.
+    """
+    if a.dtype != F32:
+        return plgpu.dot(a, b)
+    high_a, high_b = _tf32(a), _tf32(b)
+    result = plgpu.dot(high_a, high_b)
+    if exact:
+        result += plgpu.dot(high_a, b - high_b) + plgpu.dot(a - high_a, high_b)
+    return result
+
+
+def _tf32(x: jax.Array) -> jax.Array:
+    """To the nearest with 11 bits: cut off, as the hardware does, errors of one sign add up."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) + (1 << 12)
+    return lax.bitcast_convert_type(bits & -(1 << 13), F32)
 
 
 def refuses(facts: Facts, *operands: str, channels: int, most: int = MAX_CHANNELS) -> str | None:
@@ -182,6 +282,6 @@ def refuses(facts: Facts, *operands: str, channels: int, most: int = MAX_CHANNEL
     return None
 
 
-def _tile(channels: int) -> int:
+def tile_of(channels: int) -> int:
     """Channels filled up to what products take."""
     return max(gpu_chip.power_of_two(channels), MIN_SIDE)

@@ -1,7 +1,7 @@
 """Prefill of the gated delta rule on GPUs: chunks in WY form, by two Triton kernels.
 
-The first one inverts the triangular system of every chunk, all at once. The second one carries the
-states over the chunks. Letters as in `gpu_chunks`.
+The first one inverts the triangular system of every chunk and scores its keys for its queries, all
+chunks at once. The second one carries the states over the chunks. Letters as in `gpu_chunks`.
 """
 
 import functools
@@ -10,17 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import gpu_chunks
-from pallas_kernels.gpu_chunks import Chunk, decay, product
+from pallas_kernels import gpu_chunks, gpu_decay
+from pallas_kernels.gpu_chunks import CHUNK, Chunk, Decay, product
 from pallas_kernels.gpu_rows import F32, Slots
-from pallas_kernels.gpu_tiles import Tile, tile_table
 from pallas_kernels.ragged import RaggedBatch
 
-CHUNK = 64
-COLUMNS = 16  # of a state, to a program
+COLUMNS = 32  # of a state, to a program
 
 
 def prefill(
@@ -37,7 +33,7 @@ def prefill(
     """The prefill rows of a batch.
 
     Args:
-        tokens: q, k [T, Hk, dk], v [T, Hv, dv], g and beta [T, Hv].
+        tokens: q, k [T, Hk, dk], v [T, Hv, dv], g f32[T, Hv] or [T, Hv, dk], beta [T, Hv].
         out: [T, Hv, dv] with the output of the decode rows.
         state: [slots, Hv, dk, dv].
         ragged: row boundaries. slots: read and write slots, i32[S] each.
@@ -49,69 +45,92 @@ def prefill(
         `out` with the output of the prefill rows and 0 for padding tokens, and `state` with their
         last states, both updated in place.
     """
-    _, k, v, g, beta = tokens
-    num_tokens, heads, _ = v.shape
-    tiles = tile_table(ragged, num_tokens, CHUNK)
-    inverse = pl.pallas_call(
-        functools.partial(_inverse_kernel, l2norm=l2norm),
-        grid=(tiles.shape[0], heads),
-        # Row i of a chunk's inverse lies at its token i.
-        out_shape=jax.ShapeDtypeStruct((num_tokens, heads, CHUNK), v.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="gated_delta_inverse",
-    )(tiles, k, g, beta)
+    q, k, v, g, beta = tokens
+    if l2norm:
+        q, k = _normalised(q), _normalised(k)
+    run = functools.partial(
+        gpu_chunks.beforehand, ragged=ragged, name="gated_delta_inverse", heads=v.shape[1],
+        chunk=CHUNK, interpret=interpret,
+    )  # fmt: skip
+    square = jax.ShapeDtypeStruct((*v.shape[:2], CHUNK), v.dtype)
+    if g.ndim == 2:
+        body, operands = _chunk, (v, q, k, g, *run(_within, (q, k, g, beta), [square, square]))
+    else:
+        decayed = gpu_decay.decayed((q, k), k, g, ragged, CHUNK, interpret)
+        scores, of_keys = decayed.scores
+        (inverse,) = run(_inverse, (of_keys, beta), [square])
+        body = _channel_chunk
+        operands = v, scores, inverse, *decayed.grown, decayed.rest, decayed.whole
     return gpu_chunks.prefill(
-        functools.partial(_chunk, scale=scale, l2norm=l2norm), (*tokens, inverse), out, state,
-        ragged, slots, name="gated_delta_prefill", chunk=CHUNK, columns=COLUMNS,
-        interpret=interpret,
+        functools.partial(body, scale=scale), operands, out, state, ragged, slots,
+        name="gated_delta_prefill", chunk=CHUNK, columns=COLUMNS, interpret=interpret,
     )  # fmt: skip
 
 
-def _inverse_kernel(tiles: Any, k: Any, g: Any, beta: Any, inverse: Any, *, l2norm: bool) -> None:
-    """(I + A)^-1 of one chunk and value head, as in `reference.within_chunk`."""
-    tile, head = Tile.read(tiles, pl.program_id(0)), pl.program_id(1)
+def _normalised(x: jax.Array) -> jax.Array:
+    wide = x.astype(F32)
+    norm = lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return (wide * norm).astype(x.dtype)
+
+
+def _within(chunk: Chunk, q: Any, k: Any, g: Any, beta: Any, scores: Any, inverse: Any) -> None:
+    """Scores and inverse of one chunk: row i lies at its token i."""
+    keys, total = chunk.keys(k), jnp.cumsum(chunk.gates(g))
+    chunk.write(scores, gpu_chunks.head_scores(chunk.keys(q), keys, total))
+    _invert(chunk, gpu_chunks.head_scores(keys, keys, total), beta, inverse)
+
+
+def _inverse(chunk: Chunk, of_keys: Any, beta: Any, inverse: Any) -> None:
+    """The inverse of one chunk from the scores of its keys."""
+    _invert(chunk, chunk.keys(of_keys), beta, inverse)
+
+
+def _invert(chunk: Chunk, of_keys: jax.Array, beta: Any, inverse: Any) -> None:
+    """Writes (I + diag(beta) A)^-1 diag(beta), A the scores below the diagonal."""
+    strength, index = chunk.gates(beta), jnp.arange(CHUNK)
+    below = jnp.where(index[:, None] > index[None], strength[:, None] * of_keys, 0.0)
+    chunk.write(inverse, inverse_of(below, exact=inverse.dtype == F32) * strength[None])
+
+
+def inverse_of(below: jax.Array, exact: bool) -> jax.Array:
+    """(I + A)^-1 for strictly lower triangular A [C, C]: `reference.unit_lower_inverse`."""
     index = jnp.arange(CHUNK)
-    real = (index < tile.length) & (tile.row >= 0)
-    chunk = Chunk(tile.start + index, real, head, inverse.shape[1])
-    keys = _keys(chunk, k, l2norm)
-    total, strength = jnp.cumsum(chunk.gates(g)), chunk.gates(beta)
     i, j = index[:, None], index[None]
-    scores = strength[:, None] * product(keys, keys.T) * decay(total)
-    below = jnp.where(i > j, scores, 0.0)
-    # Blocks of the diagonal are merged pairwise, as in `reference.unit_lower_inverse`.
-    solved, width = jnp.where(i == j, 1.0, 0.0).astype(F32), 1
-    while width < CHUNK:
-        first, second = lax.div(j, width), lax.div(i, width)
-        corner = (first + 1 == second) & (lax.rem(first, 2) == 0)
-        block = jnp.where(corner, below, 0.0)
-        solved = solved - (block if width == 1 else product(product(solved, block), solved))
-        width *= 2
-    plgpu.store(
-        inverse.at[chunk.token[:, None], head, j], solved.astype(inverse.dtype),
-        mask=jnp.broadcast_to(real[:, None], solved.shape),
-    )  # fmt: skip
+    dot = functools.partial(product, exact=exact)
+
+    def corners(bit: jax.Array | int) -> jax.Array:
+        """What lies between neighbouring blocks of 2^bit."""
+        return jnp.where(lax.shift_right_logical(i ^ j, bit) == 1, below, 0.0)
+
+    def merge(bit: jax.Array, solved: jax.Array) -> jax.Array:
+        return solved - dot(dot(solved, corners(bit)), solved)
+
+    pairs = jnp.where(i == j, 1.0, 0.0).astype(F32) - corners(0)
+    return lax.fori_loop(1, CHUNK.bit_length() - 1, merge, pairs)
 
 
 def _chunk(
-    chunk: Chunk, column: jax.Array, old: jax.Array, q: Any, k: Any, v: Any, g: Any, beta: Any,
-    inverse: Any, *, scale: float, l2norm: bool,
+    chunk: Chunk, column: jax.Array, old: jax.Array, v: Any, q: Any, k: Any, g: Any, scores: Any,
+    inverse: Any, *, scale: float,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Some columns of one chunk."""
-    queries, keys = (_keys(chunk, x, l2norm) for x in (q, k))
-    total, strength = jnp.cumsum(chunk.gates(g)), chunk.gates(beta)
-    solved = chunk.keys(inverse)  # [C, C]
-    grown = jnp.exp(total)[:, None] * product(keys, old.astype(keys.dtype))
-    error = strength[:, None] * (chunk.values(v, column) - grown)
-    delta = product(solved, error.astype(keys.dtype))
-    out, new = gpu_chunks.advance(old, queries, keys, delta, total)
+    queries, keys = chunk.keys(q), chunk.keys(k)
+    decay = Decay.of(jnp.cumsum(chunk.gates(g)))
+    error = chunk.values(v, column) - decay.growth * product(keys, old.astype(keys.dtype))
+    delta = product(chunk.keys(inverse), error.astype(keys.dtype))
+    out, new = gpu_chunks.advance(old, queries, keys, delta, chunk.keys(scores), decay)
     return scale * out, new
 
 
-def _keys(chunk: Chunk, ref: Any, l2norm: bool) -> jax.Array:
-    """Keys or queries [C, D]."""
-    x = chunk.keys(ref)
-    if not l2norm:
-        return x
-    wide = x.astype(F32)
-    return (wide * lax.rsqrt(jnp.sum(wide * wide, axis=1) + 1e-6)[:, None]).astype(x.dtype)
+def _channel_chunk(
+    chunk: Chunk, column: jax.Array, old: jax.Array, v: Any, scores: Any, inverse: Any,
+    queries: Any, grown: Any, rest: Any, whole: Any, *, scale: float,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Some columns of one chunk, with a decay per key channel."""
+    keys = chunk.keys(rest)
+    error = chunk.values(v, column) - product(chunk.keys(grown), old.astype(keys.dtype))
+    delta = product(chunk.keys(inverse), error.astype(keys.dtype))
+    out, new = gpu_chunks.advance(
+        old, chunk.keys(queries), keys, delta, chunk.keys(scores), gpu_decay.decay_of(chunk, whole)
+    )
+    return scale * out, new

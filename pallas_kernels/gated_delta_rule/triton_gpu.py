@@ -18,8 +18,6 @@ def refuses(facts: Facts) -> str | None:
     reason = gpu_chip.refuses(facts) or gpu_chip.refuses_state(state.shape[2])
     if reason is not None or facts.values["decode_only"]:
         return reason
-    if len(facts.values["g"].shape) == 3:
-        return "has one decay per head in prefill, not one per key channel"
     return gpu_chunks.refuses(facts, "q", "k", "v", channels=state.shape[2], most=MAX_PREFILL_DIM)
 
 

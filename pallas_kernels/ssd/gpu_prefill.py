@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import gpu_chunks
-from pallas_kernels.gpu_chunks import Chunk
+from pallas_kernels.gpu_chunks import Chunk, Decay
 from pallas_kernels.gpu_rows import Slots
 from pallas_kernels.ragged import RaggedBatch
 
@@ -52,5 +52,7 @@ def _chunk(
     """Some channels of one chunk. skip: D if there is one."""
     inputs, step = chunk.values(x, column), chunk.gates(dt)
     values, total = step[:, None] * inputs, jnp.cumsum(step * A[chunk.head])
-    out, new = gpu_chunks.advance(old, chunk.keys(C), chunk.keys(B), values, total)
+    queries, keys = chunk.keys(C), chunk.keys(B)
+    scores = gpu_chunks.head_scores(queries, keys, total)
+    out, new = gpu_chunks.advance(old, queries, keys, values, scores, Decay.of(total))
     return (out + skip[0][chunk.head] * inputs if skip else out), new

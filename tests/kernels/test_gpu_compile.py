@@ -132,10 +132,13 @@ def test_gated_delta_rule_decode(name: str, rows: int, chip: str) -> None:
 
 
 @pytest.mark.parametrize("chip", EVERY_GPU)
-def test_gated_delta_rule_prefill(chip: str) -> None:
-    case = GATED_DELTA["qwen35_9b"]
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("qwen35_9b", ()), ("kimi_linear_48b", ("channel_decay",))]
+)
+def test_gated_delta_rule_prefill(name: str, kernels: tuple[str, ...], chip: str) -> None:
+    case = GATED_DELTA[name]
     given = gated_delta_arguments(case, 1024, 64)
-    kernels = "gated_delta_decode", "gated_delta_inverse", "gated_delta_prefill"
+    kernels = "gated_delta_decode", *kernels, "gated_delta_inverse", "gated_delta_prefill"
     check_compiles(gated_delta(case, False), given, 5, kernels, chip)
 
 
@@ -178,7 +181,7 @@ def test_gla_decode(name: str, rows: int, chip: str) -> None:
 
 @pytest.mark.parametrize("chip", EVERY_GPU)
 @pytest.mark.parametrize(
-    ("name", "kernels"), [("minimax_text_01", ()), ("gla_1b", ("gla_scores",))]
+    ("name", "kernels"), [("minimax_text_01", ()), ("gla_1b", ("channel_decay",))]
 )
 def test_gla_prefill(name: str, kernels: tuple[str, ...], chip: str) -> None:
     call = gla_call(name, 1024, 64)
