@@ -165,7 +165,7 @@ def _decode_kernel(
 
         def read(which: int) -> jax.Array:
             at = before.at[page, offset, 2 * head + which, channel[None]]
-            return plgpu.load(at, mask=loaded, other=0).astype(q_tile.dtype)
+            return plgpu.load(at, mask=loaded, other=0.0).astype(q_tile.dtype)
 
         scores = jnp.where(seen[None], logits(product(q_tile, read(0).T), options), LOWEST)
         new = jnp.maximum(highest, jnp.max(scores, axis=1))

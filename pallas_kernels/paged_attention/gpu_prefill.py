@@ -175,7 +175,7 @@ def _prefill_kernel(
 
         def read(which: int) -> jax.Array:
             at = pages.at[page, offset, 2 * head + which, channel[None]]
-            return plgpu.load(at, mask=loaded, other=0).astype(q_tile.dtype)
+            return plgpu.load(at, mask=loaded, other=0.0).astype(q_tile.dtype)
 
         scores = logits(product(q_tile, read(0).T), options)
         seen = position[None] <= last[:, None]

@@ -185,10 +185,6 @@ def test_mixed_model_shapes(case: Case) -> None:
     check(setup)
 
 
-def test_small_mixed() -> None:
-    check(Setup(CASE["tiny_everything"], MIXED))
-
-
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
