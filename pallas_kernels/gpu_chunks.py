@@ -82,6 +82,7 @@ def beforehand(
     name: str,
     heads: int,
     chunk: int,
+    warps: int,
     interpret: Any = False,
 ) -> list[jax.Array]:
     """Runs a kernel over all chunks of prefill rows and heads.
@@ -94,6 +95,7 @@ def beforehand(
         name: of the kernel.
         heads: H.
         chunk: tokens of one.
+        warps: of a program.
         interpret: as in `pl.pallas_call`.
     """
     tiles = tile_table(ragged, operands[0].shape[0], chunk)
@@ -108,7 +110,7 @@ def beforehand(
         kernel,
         grid=(tiles.shape[0], heads),
         out_shape=list(out),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name=name,
     )(tiles, *operands)
@@ -251,25 +253,27 @@ def head_scores(queries: jax.Array, keys: jax.Array, total: jax.Array) -> jax.Ar
     return product(queries, keys.T) * ratio
 
 
-def product(a: jax.Array, b: jax.Array, *, exact: bool = True) -> jax.Array:
-    """With float32 sums. Matrix units take float32 in tf32, of which two make nearly a float32.
-
-    The product of both low parts, 2^-22 of the whole, is left out; if not `exact`, all low parts
-    are. Both are rounded here, and not by the hardware, so that interpreters round alike.
+def product(a: jax.Array, b: jax.Array, *, count: int = 3) -> jax.Array:
+    """With float32 sums. Operands in float32 are `count` parts in bfloat16, so that interpreters
+    round as GPUs do: three parts are all of them, two are the 16 leading bits.
     """
     if a.dtype != F32:
         return plgpu.dot(a, b)
-    high_a, high_b = _tf32(a), _tf32(b)
-    result = plgpu.dot(high_a, high_b)
-    if exact:
-        result += plgpu.dot(high_a, b - high_b) + plgpu.dot(a - high_a, high_b)
+    left, right = parts(a, count), parts(b, count)
+    result = jnp.zeros((a.shape[0], b.shape[1]), F32)
+    for order in reversed(range(count)):  # the rest is less than what the parts leave
+        for n in range(order + 1):
+            result += plgpu.dot(left[n], right[order - n])
     return result
 
 
-def _tf32(x: jax.Array) -> jax.Array:
-    """To the nearest with 11 bits: cut off, as the hardware does, errors of one sign add up."""
-    bits = lax.bitcast_convert_type(x, jnp.int32) + (1 << 12)
-    return lax.bitcast_convert_type(bits & -(1 << 13), F32)
+def parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """Of f32 x in bfloat16, largest first; the sum of three is x."""
+    result = []
+    for _ in range(count):
+        result.append(x.astype(jnp.bfloat16))
+        x = x - result[-1].astype(F32)
+    return result
 
 
 def refuses(facts: Facts, *operands: str, channels: int, most: int = MAX_CHANNELS) -> str | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gpu_chunks import Chunk, Decay, beforehand, most_chunks, product, tile_of
+from pallas_kernels.gpu_chunks import Chunk, Decay, beforehand, most_chunks, parts, product, tile_of
 from pallas_kernels.gpu_rows import F32
 from pallas_kernels.ragged import RaggedBatch
 
@@ -51,7 +51,7 @@ def decayed(
     result = beforehand(
         functools.partial(_kernel, of_keys), (k, g, *left),
         [*scores, *rows, jax.ShapeDtypeStruct((chunks, heads, dim), F32)], ragged,
-        name="channel_decay", heads=heads, chunk=size, interpret=interpret,
+        name="channel_decay", heads=heads, chunk=size, warps=4, interpret=interpret,
     )  # fmt: skip
     return Decayed(result[:count], result[count:-2], *result[-2:])
 
@@ -117,12 +117,9 @@ def _kernel(of_keys: Sequence[bool], chunk: Chunk, k: Any, g: Any, *refs: Any) -
 
 def _sums(chosen: jax.Array, x: jax.Array) -> jax.Array:
     """f32[C, D]: for every row of bool[C, C] the sum of those x f32[C, D]."""
-    ones, sums = jnp.where(chosen, 1.0, 0.0).astype(jnp.bfloat16), jnp.zeros_like(x)
-    for _ in range(3):  # parts whose sum is x
-        part = x.astype(jnp.bfloat16)
-        sums += product(ones, part)
-        x = x - part.astype(F32)
-    return sums
+    ones = jnp.where(chosen, 1.0, 0.0).astype(jnp.bfloat16)
+    largest, *rest = (product(ones, part) for part in parts(x, 3))
+    return sum(rest) + largest
 
 
 def decay_of(chunk: Chunk, whole: Any) -> Decay:

@@ -1,7 +1,8 @@
-"""Prefill of the gated delta rule on GPUs: chunks in WY form, by two Triton kernels.
+"""Prefill of the gated delta rule on GPUs: chunks in WY form, by three Triton kernels.
 
-The first one inverts the triangular system of every chunk and scores its keys for its queries, all
-chunks at once. The second one carries the states over the chunks. Letters as in `gpu_chunks`.
+The first one scores the keys of every chunk for its queries and keys, the second one inverts its
+triangular system, all chunks at once. The third one carries the states over the chunks. Letters as
+in `gpu_chunks`.
 """
 
 import functools
@@ -49,18 +50,20 @@ def prefill(
     if l2norm:
         q, k = _normalised(q), _normalised(k)
     run = functools.partial(
-        gpu_chunks.beforehand, ragged=ragged, name="gated_delta_inverse", heads=v.shape[1],
-        chunk=CHUNK, interpret=interpret,
+        gpu_chunks.beforehand, ragged=ragged, heads=v.shape[1], chunk=CHUNK, warps=8,
+        interpret=interpret,
     )  # fmt: skip
-    square = jax.ShapeDtypeStruct((*v.shape[:2], CHUNK), v.dtype)
+    # Row i of a chunk's scores and inverse lies at its token i.
+    square, exact = (jax.ShapeDtypeStruct((*v.shape[:2], CHUNK), x) for x in (v.dtype, F32))
     if g.ndim == 2:
-        body, operands = _chunk, (v, q, k, g, *run(_within, (q, k, g, beta), [square, square]))
+        scores, of_keys = run(_scores, (q, k, g), [square, exact], name="gated_delta_scores")
+        body, first, last = _chunk, (q, k, g), ()
     else:
         decayed = gpu_decay.decayed((q, k), k, g, ragged, CHUNK, interpret)
         scores, of_keys = decayed.scores
-        (inverse,) = run(_inverse, (of_keys, beta), [square])
-        body = _channel_chunk
-        operands = v, scores, inverse, *decayed.grown, decayed.rest, decayed.whole
+        body, first, last = _channel_chunk, decayed.grown, (decayed.rest, decayed.whole)
+    (inverse,) = run(_inverse, (of_keys, beta), [square], name="gated_delta_inverse")
+    operands = v, scores, inverse, *first, *last
     return gpu_chunks.prefill(
         functools.partial(body, scale=scale), operands, out, state, ragged, slots,
         name="gated_delta_prefill", chunk=CHUNK, columns=COLUMNS, interpret=interpret,
@@ -73,30 +76,27 @@ def _normalised(x: jax.Array) -> jax.Array:
     return (wide * norm).astype(x.dtype)
 
 
-def _within(chunk: Chunk, q: Any, k: Any, g: Any, beta: Any, scores: Any, inverse: Any) -> None:
-    """Scores and inverse of one chunk: row i lies at its token i."""
+def _scores(chunk: Chunk, q: Any, k: Any, g: Any, scores: Any, of_keys: Any) -> None:
+    """Of one chunk's queries and keys with its keys."""
     keys, total = chunk.keys(k), jnp.cumsum(chunk.gates(g))
     chunk.write(scores, gpu_chunks.head_scores(chunk.keys(q), keys, total))
-    _invert(chunk, gpu_chunks.head_scores(keys, keys, total), beta, inverse)
+    chunk.write(of_keys, gpu_chunks.head_scores(keys, keys, total))
 
 
 def _inverse(chunk: Chunk, of_keys: Any, beta: Any, inverse: Any) -> None:
-    """The inverse of one chunk from the scores of its keys."""
-    _invert(chunk, chunk.keys(of_keys), beta, inverse)
-
-
-def _invert(chunk: Chunk, of_keys: jax.Array, beta: Any, inverse: Any) -> None:
-    """Writes (I + diag(beta) A)^-1 diag(beta), A the scores below the diagonal."""
+    """Writes (I + diag(beta) A)^-1 diag(beta) of one chunk, A the scores below the diagonal."""
     strength, index = chunk.gates(beta), jnp.arange(CHUNK)
-    below = jnp.where(index[:, None] > index[None], strength[:, None] * of_keys, 0.0)
-    chunk.write(inverse, inverse_of(below, exact=inverse.dtype == F32) * strength[None])
+    lower = index[:, None] > index[None]
+    below = jnp.where(lower, strength[:, None] * chunk.keys(of_keys), 0.0)
+    solved = inverse_of(below, 3 if inverse.dtype == F32 else 2)
+    chunk.write(inverse, solved * strength[None])
 
 
-def inverse_of(below: jax.Array, exact: bool) -> jax.Array:
+def inverse_of(below: jax.Array, count: int) -> jax.Array:
     """(I + A)^-1 for strictly lower triangular A [C, C]: `reference.unit_lower_inverse`."""
     index = jnp.arange(CHUNK)
     i, j = index[:, None], index[None]
-    dot = functools.partial(product, exact=exact)
+    dot = functools.partial(product, count=count)
 
     def corners(bit: jax.Array | int) -> jax.Array:
         """What lies between neighbouring blocks of 2^bit."""
@@ -110,8 +110,8 @@ def inverse_of(below: jax.Array, exact: bool) -> jax.Array:
 
 
 def _chunk(
-    chunk: Chunk, column: jax.Array, old: jax.Array, v: Any, q: Any, k: Any, g: Any, scores: Any,
-    inverse: Any, *, scale: float,
+    chunk: Chunk, column: jax.Array, old: jax.Array, v: Any, scores: Any, inverse: Any, q: Any,
+    k: Any, g: Any, *, scale: float,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Some columns of one chunk."""
     queries, keys = chunk.keys(q), chunk.keys(k)

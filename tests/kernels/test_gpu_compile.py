@@ -133,7 +133,8 @@ def test_gated_delta_rule_decode(name: str, rows: int, chip: str) -> None:
 
 @pytest.mark.parametrize("chip", EVERY_GPU)
 @pytest.mark.parametrize(
-    ("name", "kernels"), [("qwen35_9b", ()), ("kimi_linear_48b", ("channel_decay",))]
+    ("name", "kernels"),
+    [("qwen35_9b", ("gated_delta_scores",)), ("kimi_linear_48b", ("channel_decay",))],
 )
 def test_gated_delta_rule_prefill(name: str, kernels: tuple[str, ...], chip: str) -> None:
     case = GATED_DELTA[name]
