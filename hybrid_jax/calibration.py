@@ -1,6 +1,7 @@
 """Measures the ranges of K and V on text, for caches in int8 or in float8 with scales."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -27,15 +28,20 @@ def calibrate_kv(
         path: of the JSON file to write.
 
     Raises:
-        ValueError: the K and V of `llm` are of bytes themselves.
+        ValueError: the K and V of `llm` are of bytes themselves, there is no prompt, or there is no
+            folder for the file.
         InvalidRequest: a prompt can never be served.
     """
     ranges: dict[str, dict[str, np.ndarray]] = {}
-    for prompt in prompt_list(prompts):
-        session = llm.session()
-        session.generate(prompt, SamplingParams(temperature=0, max_tokens=1))
-        snapshot = session.snapshot()
-        session.close()
+    target, texts = Path(path), prompt_list(prompts)
+    if not texts:
+        raise ValueError("there is no prompt to measure K and V on; give text like that to come")
+    if target.is_dir() or not target.parent.is_dir():
+        raise ValueError(f"{str(path)!r} cannot be written; give a file in a folder that exists")
+    for prompt in texts:
+        with closing(llm.session()) as session:
+            session.generate(prompt, SamplingParams(temperature=0, max_tokens=1))
+            snapshot = session.snapshot()
         for name, pages in snapshot.arrays.items():
             layer, field = name.split(".")
             if field != "pages":
@@ -56,4 +62,4 @@ def calibrate_kv(
         layer: {which: np.where(v == 0, 1.0, v).tolist() for which, v in pair.items()}
         for layer, pair in ranges.items()
     }
-    write_ranges(Path(path), written)
+    write_ranges(target, written)

@@ -79,7 +79,8 @@ class EngineConfig:
     # Guesses per sequence and step, made by prompt lookup (n-grams) and verified; 0: none.
     num_speculative_tokens: int = 0
     prefill_alignment: int = 0  # prefill chunks end at multiples; 0: the linear kernels' chunk or 1
-    debug_poison: bool = False  # fill freed memory with NaN and check every id after every step
+    # Fill freed memory with NaN (int8, which has none: with 0) and check every id after every step.
+    debug_poison: bool = False
     # Of keys and values; auto: the activation dtype, fp8: float8_e4m3fn. fp8 and int8 are scaled to
     # the ranges of K and V, which int8 needs and fp8 can do without.
     kv_dtype: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
@@ -101,6 +102,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Normalises every field or raises ValueError with its name, its value and the remedy."""
         normalise(self, _CHECKS)
+        if self.kv_ranges and self.kv_dtype not in ("fp8", "int8"):
+            raise ValueError(
+                f"kv_ranges {shown(self.kv_ranges)} are for kv_dtype fp8 or int8, not for "
+                f"{self.kv_dtype}; change the one or leave out the other"
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "EngineConfig":

@@ -159,5 +159,5 @@ def _read(path: Path, device_kind: str) -> dict[str, Mapping[str, Any]]:
             if entry.get("by", TIME) not in (TIME, STATIC):
                 raise ValueError(f"{key!r} was found by {entry['by']!r}")
         return sizes
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no file of tuned sizes ({error!r}); remove it") from error

@@ -32,10 +32,16 @@ def with_ranges(config: ModelConfig, ranges: Ranges) -> ModelConfig:
     """The model with the ranges of K and V in the specs of its attention layers, if there are any.
 
     Raises:
-        ModelError: a layer has none, or not one positive number per KV head.
+        ModelError: a layer has none, or not one positive number per KV head, or is none.
     """
     if not ranges:
         return config
+    attention = {str(i) for i, x in enumerate(config.layers) if isinstance(x.mixer, AttentionSpec)}
+    if unknown := sorted(set(ranges) - attention):
+        raise ModelError(
+            f"there are ranges of K and V for layer {unknown[0]}, which is no attention layer of "
+            "this model; measure its own with hybrid_jax.calibrate_kv"
+        )
     layers = []
     for i, layer in enumerate(config.layers):
         if isinstance(layer.mixer, AttentionSpec):
@@ -56,14 +62,24 @@ def ranges_of(config: ModelConfig) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def check_ranges(config: ModelConfig, kv_dtype: str) -> None:
-    """Raises ValueError if there is attention, and its ranges are not known."""
+def check_ranges(config: ModelConfig, kv_dtype: str, kv_ranges: str) -> None:
+    """Checks that a model was loaded with the ranges that its pages need.
+
+    Raises:
+        ValueError: pages are int8 and ranges unknown, or the model has others than the file.
+        ModelError: `kv_ranges` is given and is no such file.
+    """
     attention = any(isinstance(layer.mixer, AttentionSpec) for layer in config.layers)
-    if attention and not ranges_of(config):
+    if kv_dtype == "int8" and attention and not ranges_of(config):
         raise ValueError(
             f"kv_dtype {kv_dtype} needs the ranges of K and V, and the model was loaded without "
             "any; measure them with hybrid_jax.calibrate_kv and give LLM or load_model the file as "
             "kv_ranges"
+        )
+    if kv_ranges and with_ranges(config, read_ranges(Path(kv_ranges))) != config:
+        raise ValueError(
+            f"the model was loaded with other ranges than those of kv_ranges {kv_ranges!r}; give "
+            "load_model the same file"
         )
 
 
@@ -78,14 +94,27 @@ def scaled_ranges(
     Args:
         config: the model. raw: config.json, which says what the scales are for.
         get: reads a tensor. names: of all of them.
+
+    Raises:
+        ModelError: a scale is neither one positive number nor one per KV head.
     """
-    scheme = (raw.get("quantization_config") or {}).get("kv_cache_scheme") or {}
-    largest = LARGEST[INT8 if scheme.get("type") == "int" else FLOAT8]
+    quantization = raw.get("quantization_config")
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+    integers = isinstance(scheme, Mapping) and scheme.get("type") == "int"
+    largest = LARGEST[INT8 if integers else FLOAT8]
 
     def scale(i: int, which: str, heads: int) -> np.ndarray:
         candidates = (f"model.layers.{i}.self_attn.{name.format(which)}" for name in _NAMES)
-        found = [np.asarray(get(name), np.float64) for name in candidates if name in names]
-        return np.broadcast_to(found[0].reshape(-1) if found else 1.0, heads)
+        name = next((name for name in candidates if name in names), None)
+        if name is None:
+            return np.ones(heads)
+        found = np.asarray(get(name), np.float64).reshape(-1)
+        if found.size not in (1, heads) or not all(_is_range(x) for x in found):
+            raise ModelError(
+                f"{name} is {shown(found.tolist())}, neither one positive number nor {heads}; give "
+                "kv_ranges, a file of hybrid_jax.calibrate_kv"
+            )
+        return np.broadcast_to(found, heads)
 
     scales = {
         str(i): {which: scale(i, which, layer.mixer.num_kv_heads) for which in "kv"}
@@ -124,13 +153,16 @@ def write_ranges(path: Path, ranges: Ranges) -> None:
 def _checked(ranges: Ranges, layer: int, which: str, heads: int) -> tuple[float, ...]:
     pair = ranges.get(str(layer))
     given = pair.get(which) if isinstance(pair, Mapping) else None
-    try:
-        values = tuple(float(value) for value in given or ())
-    except (TypeError, ValueError):
-        values = ()
-    if len(values) != heads or not all(0 < value < np.inf for value in values):
+    if not isinstance(given, list) or len(given) != heads or not all(map(_is_range, given)):
         raise ModelError(
             f"the range of {which.upper()} in layer {layer} is {shown(given)}, not {heads} "
             "positive numbers; measure it with hybrid_jax.calibrate_kv"
         )
-    return values
+    return tuple(map(float, given))
+
+
+def _is_range(value: object) -> bool:
+    """Whether it is a positive number, far from where float32 ends."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 1e-30 < value < 1e30

@@ -263,8 +263,7 @@ def _plan_here(model: LoadedModel, config: EngineConfig) -> MemoryPlan:
     plan = plan_memory(model.config, config, model.dtype, loaded=True, temporaries_from=source)
     if config.kv_dtype == "fp8":
         check_float8(plan.chip)
-    if config.kv_dtype == "int8" or config.kv_ranges:
-        check_ranges(model.config, config.kv_dtype)
+    check_ranges(model.config, config.kv_dtype, config.kv_ranges)
     logger.info("%s", tables.plan_line(plan))
     return plan
 

@@ -42,7 +42,7 @@ class Tiling(NamedTuple):
         return self.rows // self.group
 
     @classmethod
-    def of(cls, q: jax.Array, kv_heads: int) -> "Tiling":
+    def of(cls, q: jax.Array, pages: jax.Array, kv_heads: int) -> "Tiling":
         """For q [T, N, H]: the largest that all three generations take without spilling."""
         tokens, heads, head_dim = q.shape
         dim = max(gpu_chip.power_of_two(head_dim), TILE)
@@ -55,7 +55,9 @@ class Tiling(NamedTuple):
         shape = tokens, heads, kv_heads, head_dim
         sizes = gpu_chip.powers(64, most)
         rows = tuning.pick("paged_attention.prefill_rows", shape, sizes, 64 if few else most)
-        most = 32 if old else 4096 // rows if wide else 64
+        # What bytes are converted to takes registers, too.
+        small = TILE if wide and pages.dtype.itemsize == 1 else 2 * TILE
+        most = small if old else 4096 // rows if wide else 64
         sizes = gpu_chip.powers(TILE, most)
         block = tuning.pick("paged_attention.prefill_block", (*shape, rows), sizes, most)
         return cls(group, rows, dim, block)
@@ -88,7 +90,7 @@ def prefill(
         K and V, both updated in place.
     """
     kv_heads = k.shape[1]
-    tiling = Tiling.of(q, kv_heads)
+    tiling = Tiling.of(q, pages, kv_heads)
     tiles = tile_table(ragged, q.shape[0], tiling.tokens)
     grid = (tiles.shape[0], kv_heads)
     shape = jax.ShapeDtypeStruct

@@ -7,11 +7,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from hybrid_jax.config import ModelConfig
+from hybrid_jax.config import EngineConfig, ModelConfig
 from hybrid_jax.errors import ModelError
 from hybrid_jax.layers.mixers.attention import kv_scales
 from hybrid_jax.loading import load_config, load_model, orbax
-from hybrid_jax.loading.kv_ranges import read_ranges, scaled_ranges, with_ranges
+from hybrid_jax.loading.kv_ranges import (
+    check_ranges,
+    read_ranges,
+    scaled_ranges,
+    with_ranges,
+    write_ranges,
+)
 from hybrid_jax.specs import AttentionSpec
 from tests.helpers import tiny
 
@@ -76,7 +82,11 @@ def test_a_conversion_keeps_them(tmp_path: Path) -> None:
     assert loaded == load_model(source).config
 
 
-@pytest.mark.parametrize("given", [None, [1.0], ["a", "b"], [1.0, 0.0], [1.0, float("nan")], 3])
+@pytest.mark.parametrize(
+    "given",
+    [None, [1.0], ["a", "b"], [1.0, 0.0], [1.0, float("nan")], [1e300, 1.0], [1, 10**400], "12",
+     [True, True], 3],
+)  # fmt: skip
 def test_ranges_that_are_none_are_named(given: object, config: ModelConfig) -> None:
     some = attention(config)
     assert {spec.num_kv_heads for spec in some.values()} == {2}
@@ -85,6 +95,34 @@ def test_ranges_that_are_none_are_named(given: object, config: ModelConfig) -> N
     ranges[str(last)]["v"] = given  # type: ignore[assignment]
     with pytest.raises(ModelError, match=f"range of V in layer {last} is .*, not 2 positive"):
         with_ranges(config, ranges)
+
+
+def test_ranges_of_another_model_are_named(config: ModelConfig) -> None:
+    ranges = {str(i): {"k": [1.0, 2.0], "v": [1.0, 2.0]} for i in range(len(config.layers))}
+    with pytest.raises(ModelError, match="layer 0, which is no attention layer"):
+        with_ranges(config, ranges)
+
+
+@pytest.mark.parametrize("scale", [[0.0], [-1.0], [float("nan")], [1.0, 1.0, 1.0], []])
+def test_scales_that_are_none_are_named(scale: list[float], config: ModelConfig) -> None:
+    tensors = scales_of(config, NAMES["quark"])
+    name = list(tensors)[-1]
+    tensors[name] = np.array(scale, np.float32)
+    with pytest.raises(ModelError, match=f"{name} is .*, neither one positive number nor 2"):
+        scaled_ranges(config, {"quantization_config": "fp8"}, tensors.__getitem__, tensors)
+
+
+def test_ranges_are_those_of_the_file(config: ModelConfig, tmp_path: Path) -> None:
+    ranges = {str(i): {"k": [1.0, 2.0], "v": [1.0, 2.0]} for i in attention(config)}
+    write_ranges(tmp_path / "r.json", ranges)
+    check_ranges(with_ranges(config, ranges), "int8", str(tmp_path / "r.json"))
+    with pytest.raises(ValueError, match=r"loaded with other ranges.*r\.json"):
+        check_ranges(config, "fp8", str(tmp_path / "r.json"))
+
+
+def test_ranges_for_pages_that_need_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="'r.json' are for kv_dtype fp8 or int8, not for auto"):
+        EngineConfig(kv_ranges="r.json")
 
 
 @pytest.mark.parametrize(("text", "what"), [(None, "no file"), ("{}", "empty"), ("[", "JSON")])
