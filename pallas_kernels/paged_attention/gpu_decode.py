@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import gpu_chip, storage, tuning
+from pallas_kernels.paged_attention.pages import nothing
 from pallas_kernels.paged_attention.reference import LOWEST, Options
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import ArrayFacts
@@ -165,7 +166,7 @@ def _decode_kernel(
 
         def read(which: int) -> jax.Array:
             at = before.at[page, offset, 2 * head + which, channel[None]]
-            return plgpu.load(at, mask=loaded, other=0.0).astype(q_tile.dtype)
+            return plgpu.load(at, mask=loaded, other=nothing(pages.dtype)).astype(q_tile.dtype)
 
         scores = jnp.where(seen[None], logits(product(q_tile, read(0).T), options), LOWEST)
         new = jnp.maximum(highest, jnp.max(scores, axis=1))

@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import gpu_chip, platform, storage, tuning
 from pallas_kernels.gpu_tiles import Tile, tile_table
 from pallas_kernels.paged_attention.gpu_decode import LOG2_E, TILE, logits, product
+from pallas_kernels.paged_attention.pages import nothing
 from pallas_kernels.paged_attention.reference import LOWEST, Options
 from pallas_kernels.ragged import RaggedBatch
 
@@ -177,7 +178,7 @@ def _prefill_kernel(
 
         def read(which: int) -> jax.Array:
             at = pages.at[page, offset, 2 * head + which, channel[None]]
-            return plgpu.load(at, mask=loaded, other=0.0).astype(q_tile.dtype)
+            return plgpu.load(at, mask=loaded, other=nothing(pages.dtype)).astype(q_tile.dtype)
 
         scores = logits(product(q_tile, read(0).T), options)
         seen = position[None] <= last[:, None]

@@ -8,11 +8,11 @@ ones: K and V of a head share a row if they fit, and what is missing is filled u
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import platform as platform_
-
-LANES = 128
-SUBLANES = 8
+from pallas_kernels import storage
+from pallas_kernels.tpu_chip import LANES, SUBLANES
 
 
 def pages_shape(
@@ -63,3 +63,11 @@ def _fill(x: jax.Array, axis: int, size: int) -> jax.Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, widths) if size > x.shape[axis] else x
+
+
+def nothing(dtype: np.dtype) -> int | float:
+    """0, as a Triton kernel says it of what it does not load from pages.
+
+    Triton casts no integer to float8, and the interpreter no float to int8.
+    """
+    return 0 if dtype == storage.INT8 else 0.0

@@ -109,7 +109,9 @@ class Setup:
     def check_output(self, out: np.ndarray | jax.Array, atol: float) -> None:
         """Against the oracle, but for rows that are spoiled."""
         out, expected = (np.asarray(x, np.float64)[~self.spoiled] for x in (out, self.expected()))
-        np.testing.assert_allclose(out, expected, rtol=0, atol=atol)
+        # `atol` is for values below 4: larger ones, of rows of few tokens, have coarser steps.
+        rtol = 2**-9 if self.dtype == jnp.bfloat16 else 0.0
+        np.testing.assert_allclose(out, expected, rtol=rtol, atol=atol)
 
     def expected(self) -> np.ndarray:
         """f64[T, N, H]: the oracle's output, 0 for padding."""
