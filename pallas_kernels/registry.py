@@ -202,12 +202,14 @@ class Registry:
                 self._record(selection)
                 return selection
             refused.append((name, reason))
+        if forced is not None:
+            others = [name for name in self.implementations(op, facts.platform) if name != forced]
+            raise ValueError(
+                f"{op}: {forced} cannot run on {facts.device_kind}: {refused[0][1]}; force another "
+                f"one of {', '.join(others)}, or none"
+            )
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
-        here = ", ".join(self.implementations(op, facts.platform))
-        remedy = f"; force another one of {here}, or none" if forced is not None else ""
-        raise ValueError(
-            f"{op}: no implementation can run on {facts.device_kind}: {reasons}{remedy}"
-        )
+        raise ValueError(f"{op}: no implementation can run on {facts.device_kind}: {reasons}")
 
     def report(self) -> tuple[Selection, ...]:
         """Every distinct choice made so far, oldest first."""

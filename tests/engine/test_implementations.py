@@ -59,7 +59,7 @@ def test_the_named_implementation_runs_in_every_bucket(
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ({OP: "mosaic_tpu"}, "paged_attention: no implementation can run on cpu: mosaic_tpu: is"),
+        ({OP: "mosaic_tpu"}, "paged_attention: mosaic_tpu cannot run on cpu: is for tpu"),
         ({OP: "frob"}, "paged_attention: unknown implementation 'frob'; known: .*reference"),
         ({"frob": "reference"}, "unknown op 'frob'; known: .*paged_attention"),
     ],
