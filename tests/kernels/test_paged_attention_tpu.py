@@ -325,7 +325,7 @@ def test_refusals_have_reasons(case: str, changes: dict, reason: str) -> None:
 def test_forced_on_cpu_is_an_error_with_the_reason() -> None:
     setup = Setup(CASE["tiny"], Rows(decode=(3,)))
     arrays = (jnp.asarray(x, setup.dtype) for x in (setup.q, setup.k, setup.v, setup.before))
-    with pytest.raises(ValueError, match="mosaic_tpu: is for tpu, not for cpu"):
+    with pytest.raises(ValueError, match="mosaic_tpu cannot run on cpu: is for tpu, not for cpu"):
         paged_attention(
             *arrays, jnp.asarray(setup.table), setup.rows.ragged(), scale=1.0,
             implementation="mosaic_tpu",
