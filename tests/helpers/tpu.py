@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import platform
+from tests.helpers.compiler import hasty
 
 TOPOLOGIES = {
     "v4": "v4:2x2x1",
@@ -97,6 +98,7 @@ def compile_on(
     with (
         platform.target(name, device.device_kind),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        hasty(False),
     ):
         return jax.jit(fn, donate_argnums=tuple(donate)).lower(*placed).compile(options)
 
