@@ -17,13 +17,6 @@ def refuses(facts: Facts) -> str | None:
     return None
 
 
-def refuses_prefill(facts: Facts) -> str | None:
-    """Why a kernel for decode rows cannot run the batch, or None."""
-    if not facts.values["decode_only"]:
-        return "has no prefill yet, and the batch may have prefill rows"
-    return None
-
-
 def power_of_two(n: int) -> int:
     """The lowest that is not below n: Triton's tiles have no other sizes."""
     return 1 << (n - 1).bit_length()

@@ -239,10 +239,10 @@ def advance(
         out f32[C, V] and the new state.
     """
     dtype = keys.dtype
-    out = decay.growth * product(queries, old.astype(dtype))
-    out += product(scores.astype(dtype), values.astype(dtype))
+    out = decay.growth * plgpu.dot(queries, old.astype(dtype))
+    out += plgpu.dot(scores.astype(dtype), values.astype(dtype))
     kept = (decay.rest * values).astype(dtype)
-    return out, decay.whole * old + product(keys.T, kept)
+    return out, decay.whole * old + plgpu.dot(keys.T, kept)
 
 
 def head_scores(queries: jax.Array, keys: jax.Array, total: jax.Array) -> jax.Array:
@@ -250,21 +250,7 @@ def head_scores(queries: jax.Array, keys: jax.Array, total: jax.Array) -> jax.Ar
     index = jnp.arange(total.shape[0])
     lower = index[:, None] >= index[None]
     ratio = jnp.exp(jnp.where(lower, total[:, None] - total[None], LOWEST))
-    return product(queries, keys.T) * ratio
-
-
-def product(a: jax.Array, b: jax.Array, *, count: int = 3) -> jax.Array:
-    """With float32 sums. Operands in float32 are `count` parts in bfloat16, so that interpreters
-    round as GPUs do: three parts are all of them, two are the 16 leading bits.
-    """
-    if a.dtype != F32:
-        return plgpu.dot(a, b)
-    left, right = parts(a, count), parts(b, count)
-    result = jnp.zeros((a.shape[0], b.shape[1]), F32)
-    for order in reversed(range(count)):  # the rest is less than what the parts leave
-        for n in range(order + 1):
-            result += plgpu.dot(left[n], right[order - n])
-    return result
+    return plgpu.dot(queries, keys.T) * ratio
 
 
 def parts(x: jax.Array, count: int) -> list[jax.Array]:

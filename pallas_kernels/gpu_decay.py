@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gpu_chunks import Chunk, Decay, beforehand, most_chunks, parts, product, tile_of
+from pallas_kernels.gpu_chunks import Chunk, Decay, beforehand, most_chunks, parts, tile_of
 from pallas_kernels.gpu_rows import F32
 from pallas_kernels.ragged import RaggedBatch
 
@@ -100,7 +100,7 @@ def _kernel(of_keys: Sequence[bool], chunk: Chunk, k: Any, g: Any, *refs: Any) -
             weight = jnp.exp(_sums(between, log_decay))
             decayed = (keys * weight).astype(k.dtype)
             return tuple(
-                old + product((x * weight).astype(k.dtype), decayed.T)
+                old + plgpu.dot((x * weight).astype(k.dtype), decayed.T)
                 for old, x in zip(products, rows, strict=True)
             )
 
@@ -118,7 +118,7 @@ def _kernel(of_keys: Sequence[bool], chunk: Chunk, k: Any, g: Any, *refs: Any) -
 def _sums(chosen: jax.Array, x: jax.Array) -> jax.Array:
     """f32[C, D]: for every row of bool[C, C] the sum of those x f32[C, D]."""
     ones = jnp.where(chosen, 1.0, 0.0).astype(jnp.bfloat16)
-    largest, *rest = (product(ones, part) for part in parts(x, 3))
+    largest, *rest = (plgpu.dot(ones, part) for part in parts(x, 3))
     return sum(rest) + largest
 
 

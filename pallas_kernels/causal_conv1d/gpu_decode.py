@@ -43,9 +43,9 @@ def decode(
         y [T, C], 0 for further rows and anything from token S on, and the new `state`.
     """
     optional = () if bias is None else (bias,)
-    return gpu_rows.decode(
+    return gpu_rows.run(
         functools.partial(_row, activation=activation), (x, weight, *optional), state, ragged,
-        slots, name="causal_conv1d_decode", grid=(pl.cdiv(x.shape[1], CHANNELS),),
+        slots, name="causal_conv1d", grid=(pl.cdiv(x.shape[1], CHANNELS),),
         out=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=interpret,
     )  # fmt: skip
 
@@ -68,6 +68,6 @@ def _row(row: Row, x: Any, weight: Any, *refs: Any, activation: str | None) -> N
         total += plgpu.load(bias[0].at[channel], mask=real, other=0.0).astype(F32)
     if activation == "silu":
         total = total * lax.logistic(total)
-    row.finish(y, (channel,), real, total)
+    row.finish(y, row.number, (channel,), real, total)
     for j in range(keep):
         row.write(state, (j, channel), real, stored[j + 1])

@@ -18,6 +18,9 @@ OP = "gated_delta_rule"
 registry.register(OP, registry.REFERENCE, reference.gated_delta_rule, registry.never)
 registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:gated_delta_rule")
 registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:gated_delta_rule")
+registry.register_kernel(
+    OP, "triton_gpu_recurrent", "gpu", f"{__package__}.triton_gpu_recurrent:gated_delta_rule"
+)
 
 
 def gated_delta_rule(

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import gpu_chunks, gpu_decay
-from pallas_kernels.gpu_chunks import CHUNK, Chunk, Decay, product
+from pallas_kernels.gpu_chunks import CHUNK, Chunk, Decay, parts
 from pallas_kernels.gpu_rows import F32, Slots
 from pallas_kernels.ragged import RaggedBatch
 
@@ -88,15 +89,21 @@ def _inverse(chunk: Chunk, of_keys: Any, beta: Any, inverse: Any) -> None:
     strength, index = chunk.gates(beta), jnp.arange(CHUNK)
     lower = index[:, None] > index[None]
     below = jnp.where(lower, strength[:, None] * chunk.keys(of_keys), 0.0)
-    solved = inverse_of(below, 3 if inverse.dtype == F32 else 2)
-    chunk.write(inverse, solved * strength[None])
+    chunk.write(inverse, inverse_of(below) * strength[None])
 
 
-def inverse_of(below: jax.Array, count: int) -> jax.Array:
-    """(I + A)^-1 for strictly lower triangular A [C, C]: `reference.unit_lower_inverse`."""
+def inverse_of(below: jax.Array) -> jax.Array:
+    """(I + A)^-1 for strictly lower triangular A [C, C]: `reference.unit_lower_inverse`.
+
+    Operands of products are two parts in bfloat16, 16 bits together, so that interpreters round as
+    GPUs do.
+    """
     index = jnp.arange(CHUNK)
     i, j = index[:, None], index[None]
-    dot = functools.partial(product, count=count)
+
+    def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+        (a, a_rest), (b, b_rest) = parts(a, 2), parts(b, 2)
+        return plgpu.dot(a, b_rest) + plgpu.dot(a_rest, b) + plgpu.dot(a, b)
 
     def corners(bit: jax.Array | int) -> jax.Array:
         """What lies between neighbouring blocks of 2^bit."""
@@ -116,8 +123,8 @@ def _chunk(
     """Some columns of one chunk."""
     queries, keys = chunk.keys(q), chunk.keys(k)
     decay = Decay.of(jnp.cumsum(chunk.gates(g)))
-    error = chunk.values(v, column) - decay.growth * product(keys, old.astype(keys.dtype))
-    delta = product(chunk.keys(inverse), error.astype(keys.dtype))
+    error = chunk.values(v, column) - decay.growth * plgpu.dot(keys, old.astype(keys.dtype))
+    delta = plgpu.dot(chunk.keys(inverse), error.astype(keys.dtype))
     out, new = gpu_chunks.advance(old, queries, keys, delta, chunk.keys(scores), decay)
     return scale * out, new
 
@@ -128,8 +135,8 @@ def _channel_chunk(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Some columns of one chunk, with a decay per key channel."""
     keys = chunk.keys(rest)
-    error = chunk.values(v, column) - product(chunk.keys(grown), old.astype(keys.dtype))
-    delta = product(chunk.keys(inverse), error.astype(keys.dtype))
+    error = chunk.values(v, column) - plgpu.dot(chunk.keys(grown), old.astype(keys.dtype))
+    delta = plgpu.dot(chunk.keys(inverse), error.astype(keys.dtype))
     out, new = gpu_chunks.advance(
         old, chunk.keys(queries), keys, delta, chunk.keys(scores), gpu_decay.decay_of(chunk, whole)
     )

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import gpu_chip, gpu_chunks
-from pallas_kernels.gated_delta_rule import gpu_decode, gpu_prefill
+from pallas_kernels.gated_delta_rule import gpu_prefill, gpu_recurrent
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
 
@@ -43,7 +43,7 @@ def gated_delta_rule(
         "l2norm": l2norm,
         "interpret": interpret,
     }
-    out, state = gpu_decode.decode(tokens, state, ragged, slots, **options)
+    out, state = gpu_recurrent.recurrent(tokens, state, ragged, slots, **options)
     if ragged.decode_only:
         return out, state
     return gpu_prefill.prefill(tokens, out, state, ragged, slots, **options)

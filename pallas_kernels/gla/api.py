@@ -17,6 +17,9 @@ OP = "gla"
 registry.register(OP, registry.REFERENCE, reference.gla, registry.never)
 registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:gla")
 registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:gla")
+registry.register_kernel(
+    OP, "triton_gpu_recurrent", "gpu", f"{__package__}.triton_gpu_recurrent:gla"
+)
 
 
 def gla(

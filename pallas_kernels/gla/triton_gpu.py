@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import gpu_chip, gpu_chunks
-from pallas_kernels.gla import gpu_decode, gpu_prefill
+from pallas_kernels.gla import gpu_prefill, gpu_recurrent
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
 
@@ -35,7 +35,7 @@ def gla(
     """See `api.gla`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
     tokens, slots = (q, k, v, g), (read_slots, write_slots)
     options = {"scale": q.shape[-1] ** -0.5 if scale is None else scale, "interpret": interpret}
-    out, state = gpu_decode.decode(tokens, state, ragged, slots, **options)
+    out, state = gpu_recurrent.recurrent(tokens, state, ragged, slots, **options)
     if ragged.decode_only:
         return out, state
     return gpu_prefill.prefill(tokens, out, state, ragged, slots, **options)

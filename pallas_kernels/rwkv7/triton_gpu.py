@@ -7,16 +7,12 @@ import jax
 from pallas_kernels import gpu_chip
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
-from pallas_kernels.rwkv7 import gpu_decode
+from pallas_kernels.rwkv7 import gpu_recurrent
 
 
 def refuses(facts: Facts) -> str | None:
     """Why this kernel cannot run, or None."""
-    return (
-        gpu_chip.refuses(facts)
-        or gpu_chip.refuses_prefill(facts)
-        or gpu_chip.refuses_state(facts.values["state"].shape[1])
-    )
+    return gpu_chip.refuses(facts) or gpu_chip.refuses_state(facts.values["state"].shape[1])
 
 
 def rwkv7(
@@ -34,5 +30,7 @@ def rwkv7(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.rwkv7`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
-    slots = read_slots, write_slots
-    return gpu_decode.decode((r, w, k, v, a, b), state, ragged, slots, interpret=interpret)
+    return gpu_recurrent.recurrent(
+        (r, w, k, v, a, b), state, ragged, (read_slots, write_slots),
+        prefill=not ragged.decode_only, interpret=interpret,
+    )  # fmt: skip

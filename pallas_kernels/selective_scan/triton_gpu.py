@@ -10,16 +10,12 @@ import jax
 from pallas_kernels import gpu_chip
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
-from pallas_kernels.selective_scan import gpu_decode, reference
+from pallas_kernels.selective_scan import gpu_recurrent, reference
 
 
 def refuses(facts: Facts) -> str | None:
     """Why this kernel cannot run, or None."""
-    return (
-        gpu_chip.refuses(facts)
-        or gpu_chip.refuses_prefill(facts)
-        or gpu_chip.refuses_state(facts.values["state"].shape[1])
-    )
+    return gpu_chip.refuses(facts) or gpu_chip.refuses_state(facts.values["state"].shape[1])
 
 
 def selective_scan(
@@ -38,9 +34,8 @@ def selective_scan(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.selective_scan`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
-    step, skip, slots = (
-        reference.step_size(dt, dt_bias),
-        reference.skip(D, x),
-        (read_slots, write_slots),
-    )
-    return gpu_decode.decode(x, step, B, C, A, skip, state, ragged, slots, interpret=interpret)
+    step, skip = reference.step_size(dt, dt_bias), reference.skip(D, x)
+    return gpu_recurrent.recurrent(
+        x, step, B, C, A, skip, state, ragged, (read_slots, write_slots),
+        prefill=not ragged.decode_only, interpret=interpret,
+    )  # fmt: skip

@@ -18,6 +18,9 @@ OP = "ssd"
 registry.register(OP, registry.REFERENCE, reference.ssd, registry.never)
 registry.register_kernel(OP, "mosaic_tpu", "tpu", f"{__package__}.mosaic_tpu:ssd")
 registry.register_kernel(OP, "triton_gpu", "gpu", f"{__package__}.triton_gpu:ssd")
+registry.register_kernel(
+    OP, "triton_gpu_recurrent", "gpu", f"{__package__}.triton_gpu_recurrent:ssd"
+)
 
 
 def ssd(

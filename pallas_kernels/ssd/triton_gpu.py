@@ -10,7 +10,7 @@ import jax
 from pallas_kernels import gpu_chip, gpu_chunks
 from pallas_kernels.ragged import RaggedBatch
 from pallas_kernels.registry import Facts
-from pallas_kernels.ssd import gpu_decode, gpu_prefill
+from pallas_kernels.ssd import gpu_prefill, gpu_recurrent
 from pallas_kernels.ssd.reference import F32, step_size
 
 
@@ -42,7 +42,7 @@ def ssd(
     """See `api.ssd`. `interpret` is that of `pl.pallas_call`, for tests on CPU."""
     dt, skip = step_size(dt, dt_bias, dt_limit), None if D is None else D.astype(F32)
     tokens, slots = (x, dt, A, B, C, skip), (read_slots, write_slots)
-    y, state = gpu_decode.decode(*tokens, state, ragged, slots, interpret=interpret)
+    y, state = gpu_recurrent.recurrent(*tokens, state, ragged, slots, interpret=interpret)
     if ragged.decode_only:
         return y, state
     return gpu_prefill.prefill(*tokens, y, state, ragged, slots, interpret=interpret)

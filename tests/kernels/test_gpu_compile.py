@@ -3,7 +3,8 @@ pools in place.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -159,9 +160,11 @@ def test_ssd_prefill(name: str, chip: str) -> None:
     check_compiles(run_ssd(SSD[name], False), given, 7, ("ssd_decode", "ssd_prefill"), chip)
 
 
-def gla_call(name: str, tokens: int, rows: int) -> tuple[Callable[..., Any], Sequence[Any]]:
+def gla_call(
+    name: str, tokens: int, rows: int, **changes: Any
+) -> tuple[Callable[..., Any], Sequence[Any]]:
     """A function of arrays, and their shapes."""
-    case = {case.name: case for case in GLA_CASES}[name]
+    case = replace({case.name: case for case in GLA_CASES}[name], **changes)
     keys = shape(case.dtype, tokens, case.num_k_heads, case.k_dim)
     values = shape(case.dtype, tokens, case.num_v_heads, case.v_dim)
     decays = shape("float32", tokens, case.num_v_heads, *[case.k_dim] * case.per_channel)
@@ -235,11 +238,39 @@ def test_causal_conv1d(name: str, rows: int, tokens: int, chip: str) -> None:
     check_compiles(run, given, 2, ("causal_conv1d_decode", *prefill), chip)
 
 
+@pytest.mark.parametrize("chip", EVERY_GPU)
+@pytest.mark.parametrize("op", ["gated_delta", "kda", "gla", "rwkv7", "selective_scan", "ssd"])
+def test_prefill_token_by_token(op: str, chip: str) -> None:
+    """Of float32 inputs, whose products no kernel takes, and of ops without a form in products."""
+
+    def exact(cases: Mapping[str, Any], name: str) -> Any:
+        return replace(cases[name], dtype="float32")
+
+    delta, channel_delta, ssd_case, rwkv7_case = (
+        exact(GATED_DELTA, "qwen3_next_80b"), exact(GATED_DELTA, "kimi_linear_48b"),
+        exact(SSD, "bamba_9b"), RWKV7["rwkv7_2b9"],
+    )  # fmt: skip
+    fn, given, pool = {
+        "gated_delta": (gated_delta(delta, False), gated_delta_arguments(delta, 256, 64), 5),
+        "kda": (
+            gated_delta(channel_delta, False), gated_delta_arguments(channel_delta, 256, 64), 5
+        ),
+        "gla": (*gla_call("gla_1b", 256, 64, dtype="float32"), 4),
+        "rwkv7": (run_rwkv7(rwkv7_case, False), rwkv7_arguments(rwkv7_case, 256, 64), 6),
+        "selective_scan": (run_scan(False), scan_arguments(SCAN["falcon_mamba_7b"], 256, 64), 7),
+        "ssd": (run_ssd(ssd_case, False), ssd_arguments(ssd_case, 256, 64), 7),
+    }[op]  # fmt: skip
+    name = "gated_delta" if op == "kda" else op
+    implementation = TRITON_GPU if op in ("rwkv7", "selective_scan") else f"{TRITON_GPU}_recurrent"
+    check_compiles(fn, given, pool, (f"{name}_recurrent",), chip, implementation)
+
+
 def check_compiles(
-    fn: Callable[..., Any], given: Sequence[Any], pool: int, kernels: Sequence[str], chip: str
-) -> None:
+    fn: Callable[..., Any], given: Sequence[Any], pool: int, kernels: Sequence[str], chip: str,
+    implementation: str = TRITON_GPU,
+) -> None:  # fmt: skip
     """The registry chooses Triton, and argument number `pool` is updated in place."""
     with registry.recording() as choices:
         compiled = compile_for(chip, fn, given, donate=(pool,))
-    assert [choice.implementation for choice in choices] == [TRITON_GPU]
+    assert [choice.implementation for choice in choices] == [implementation]
     check_in_place(compiled, given[pool], kernels)

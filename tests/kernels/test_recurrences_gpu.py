@@ -52,9 +52,15 @@ SMALLEST = dict(reversed(SMALL))
 FAST = [*SMALL, *((op, replace(SMALLEST[op], **BF16, **shape)) for op, shape in UNEVEN.items())]
 
 
-def module_of(op: str) -> Any:
-    """The module with an op's Triton kernel."""
-    return importlib.import_module(f"pallas_kernels.{op}.triton_gpu")
+CHUNKS = "triton_gpu"
+TOKENS = dict.fromkeys(OPS, CHUNKS) | dict.fromkeys(
+    ("gated_delta_rule", "gla", "ssd"), "triton_gpu_recurrent"
+)  # what goes token by token in prefill, too
+
+
+def module_of(op: str, implementation: str = CHUNKS) -> Any:
+    """The module with an op's Triton kernels."""
+    return importlib.import_module(f"pallas_kernels.{op}.{implementation}")
 
 
 def options(op: str, case: Any) -> dict[str, Any]:
@@ -67,20 +73,25 @@ def options(op: str, case: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def _jitted(op: str, **static: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(getattr(module_of(op), op), **static, interpret=True))
+def _jitted(op: str, implementation: str, **static: Any) -> Callable[..., Any]:
+    run = getattr(module_of(op, implementation), op)
+    return jax.jit(functools.partial(run, **static, interpret=True))
 
 
-def call_of(op: str, case: Any, **static: Any) -> Callable[..., Any]:
+def call_of(op: str, case: Any, implementation: str = CHUNKS, **static: Any) -> Callable[..., Any]:
     """The kernel with the parameters of a layer, if the op has some."""
     on_device = getattr(OPS[op], "on_device", lambda case: {})
-    return functools.partial(_jitted(op, **(options(op, case) | static)), **on_device(case))
+    run = _jitted(op, implementation, **(options(op, case) | static))
+    return functools.partial(run, **on_device(case))
 
 
-def check(op: str, case: Any, rows: Rows, *, seed: int = 0, shared: bool = False) -> None:
+def check(
+    op: str, case: Any, rows: Rows, implementation: str = CHUNKS, *, seed: int = 0,
+    shared: bool = False,
+) -> None:  # fmt: skip
     tokens = OPS[op].draw(case, rows.num_tokens, seed)
-    slots.check(call_of(op, case), tokens, rows, atol=case.atol, state_atol=case.state_atol,
-                seed=seed, shared=shared)  # fmt: skip
+    slots.check(call_of(op, case, implementation), tokens, rows, atol=case.atol,
+                state_atol=case.state_atol, seed=seed, shared=shared)  # fmt: skip
 
 
 def names(value: Any) -> str | None:
@@ -120,6 +131,21 @@ PREFILLS = [(op, case) for op in ROUNDING for case in prefill_cases(op)]
 @pytest.mark.parametrize(("op", "case"), PREFILLS, ids=names)
 def test_prefill(op: str, case: Any, batch: str) -> None:
     check(op, case, MIXED_BATCHES[batch])
+
+
+@pytest.mark.parametrize("batch", MIXED_BATCHES)
+@pytest.mark.parametrize(("op", "case"), FAST, ids=names)
+def test_token_by_token(op: str, case: Any, batch: str) -> None:
+    check(op, case, MIXED_BATCHES[batch], TOKENS[op])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "case"), [pair for pair in LARGE if pair[1].dtype == "float32"], ids=names
+)
+def test_token_by_token_in_model_shapes(op: str, case: Any) -> None:
+    rows = Rows(decode=(0, 9), prefill=((0, 5), (3, 20)), pad_rows=1)
+    check(op, case, rows, TOKENS[op])
 
 
 @pytest.mark.slow
@@ -207,28 +233,35 @@ def facts(op: str, case: Any, kind: str = "NVIDIA A100-SXM4-80GB", **changes: An
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_prefill_with_nearly_equal_keys(per_channel: bool) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "beta", "atol"),
+    # Near beta = 2 an inverse is full of +-2 and its products cancel, by more than its parts hold.
+    # Token by token float32 rounds states of up to 25 by up to 2e-6, 194 times.
+    [(CHUNKS, 1.0, 8e-3), ("triton_gpu_recurrent", 2.0, 4e-4)],
+)
+def test_prefill_with_nearly_equal_keys(
+    implementation: str, beta: float, atol: float, per_channel: bool
+) -> None:
     op, rows = "gated_delta_rule", MIXED_BATCHES["long_prefill"]
     case = next(x for x in OPS[op].SMALL if x.per_channel == per_channel and x.name != "tiny")
-    case = replace(case, max_beta=2.0)
+    case = replace(case, max_beta=beta)
     tokens = test_gated_delta_rule.nearly_equal_keys(case, rows.num_tokens)
-    # Near beta = 2 the inverse is full of +-2 and its products cancel; a power series loses all.
-    slots.check(call_of(op, case), tokens, rows, atol=8e-3, state_atol=8e-3)
+    call = call_of(op, case, implementation)
+    slots.check(call, tokens, rows, atol=atol, state_atol=atol)
 
 
-@pytest.mark.parametrize(("beta", "count", "atol"),
-                         [(1.0, 2, 4e-5), (1.999, 2, 2**-9), (1.999, 3, 4e-5)])  # fmt: skip
-def test_inverses_of_the_delta_rule(beta: float, count: int, atol: float) -> None:
-    """Of similar keys: two parts of operands are off by less than bfloat16 rounds, three by less.
+@pytest.mark.parametrize(("beta", "atol"), [(1.0, 4e-5), (1.999, 2**-9)])
+def test_inverses_of_the_delta_rule(beta: float, atol: float) -> None:
+    """Of similar keys: off by less than bfloat16 rounds.
 
     Interpreters round parts as GPUs do. Values are up to `beta`; near 2 products cancel. The worst
-    of nine draws was off by 1.8e-5, 1.3e-3 and 1.5e-5.
+    of nine draws was off by 1.8e-5 and 1.3e-3.
     """
     rng = np.random.default_rng(2)
     keys = unit(rng, 1, 32) + 0.1 * unit(rng, 64, 32)
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     below = np.tril(beta * keys @ keys.T, -1)
-    actual = inverse_of(jnp.asarray(below, jnp.float32), count)
+    actual = inverse_of(jnp.asarray(below, jnp.float32))
     np.testing.assert_allclose(actual, np.linalg.inv(np.eye(64) + below), rtol=0, atol=atol)
 
 
@@ -282,7 +315,13 @@ def test_refusals_have_reasons(op: str) -> None:
     large = replace(tiny, **{ROWS_OF_STATES.get(op, "state_size"): 1024})
     for refused, reason in (
         (facts(op, tiny, "Tesla V100-SXM2-16GB"), "not for 'Tesla V100-SXM2-16GB'"),
-        (facts(op, tiny, decode_only=False), "prefill"),
         (facts(op, large), "1024 values are above 512"),
     ):
         assert reason in str(refuses(refused))
+        assert reason in str(module_of(op, TOKENS[op]).refuses(refused))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_any_prefill_that_chunks_refuse_goes_token_by_token(op: str) -> None:
+    for case in OPS[op].CASES:
+        assert module_of(op, TOKENS[op]).refuses(facts(op, case, decode_only=False)) is None

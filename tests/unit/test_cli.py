@@ -130,9 +130,9 @@ def test_kernels_says_what_would_run_where_and_why(run: Run, model: Path) -> Non
 
     gpu = json.loads(run("kernels", model, "--chip", "h100", *options, "--json")[1])
     choices = {(x["phase"], x["choice"]["op"]): x["choice"] for x in gpu}
-    # Prefill of the gated delta rule takes bfloat16 only.
+    # Chunks of the gated delta rule take bfloat16 only.
     kernels = ("paged_attention", "gated_delta_rule", "causal_conv1d")
-    prefill = dict.fromkeys(kernels, "triton_gpu") | {"gated_delta_rule": "reference"}
+    prefill = dict.fromkeys(kernels, "triton_gpu") | {"gated_delta_rule": "triton_gpu_recurrent"}
     for op in kernels:
         assert choices["decode", op]["implementation"] == "triton_gpu"
         assert choices["mixed", op]["implementation"] == prefill[op]

@@ -1,4 +1,4 @@
-"""Decode of RWKV-7's recurrence on GPUs: a Triton kernel that moves every state once, in place.
+"""RWKV-7's recurrence on GPUs, token by token: a Triton kernel moves every state once, in place.
 
 A program has some columns of one head's state, for one row.
 """
@@ -16,20 +16,22 @@ from pallas_kernels.gpu_rows import F32, Row, Slots
 from pallas_kernels.ragged import RaggedBatch
 
 
-def decode(
+def recurrent(
     tokens: tuple[jax.Array, ...],
     state: jax.Array,
     ragged: RaggedBatch,
     slots: Slots,
     *,
+    prefill: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The decode rows of a batch.
+    """The decode rows of a batch, or all of them.
 
     Args:
         tokens: r, w, k [S, H, dk], v [S, H, dv], a, b [S, H, dk].
         state: f32[slots, dk, H * dv], updated in place if it is donated.
         ragged: row boundaries. slots: read and write slots, i32[S] each.
+        prefill: take the prefill rows, too, token by token.
         interpret: as in `pl.pallas_call`.
 
     Returns:
@@ -38,10 +40,10 @@ def decode(
     v = tokens[3]
     _, heads, dv = v.shape
     columns = gpu_chip.state_columns("rwkv7", state.shape[1], dv)
-    return gpu_rows.decode(
+    return gpu_rows.run(
         functools.partial(_row, columns=columns), tokens, state, ragged, slots,
-        name="rwkv7_decode", grid=(pl.cdiv(dv, columns), heads),
-        out=jax.ShapeDtypeStruct(v.shape, v.dtype), interpret=interpret,
+        name="rwkv7", grid=(pl.cdiv(dv, columns), heads),
+        out=jax.ShapeDtypeStruct(v.shape, v.dtype), prefill=prefill, interpret=interpret,
     )  # fmt: skip
 
 
@@ -60,16 +62,17 @@ def _row(
         real_channel[:, None] & real_column[None],
     )
 
-    r_row, w_row, k_row, a_row, b_row = (
-        plgpu.load(ref.at[row.number, head, channel], mask=real_channel, other=0.0).astype(F32)
-        for ref in (r, w, k, a, b)
-    )
-    v_row = plgpu.load(v.at[row.number, head, column], mask=real_column, other=0.0).astype(F32)
-    kept = jnp.exp(w_row)
-    old = row.read(before, place, tile)
-    # The output comes from the old state, so that both sums go over it at once.
-    read, total = (jnp.sum(old * x[:, None], axis=0) for x in (a_row, kept * r_row))
-    new = kept[:, None] * old + b_row[:, None] * read[None] + k_row[:, None] * v_row[None]
-    row.write(after, place, tile, new)
-    total += jnp.sum(r_row * b_row) * read + jnp.sum(r_row * k_row) * v_row
-    row.finish(out, (head, column), real_column, total)
+    def token(i: jax.Array, old: jax.Array) -> jax.Array:
+        r_i, w_i, k_i, a_i, b_i = (
+            plgpu.load(ref.at[i, head, channel], mask=real_channel, other=0.0).astype(F32)
+            for ref in (r, w, k, a, b)
+        )
+        v_i = plgpu.load(v.at[i, head, column], mask=real_column, other=0.0).astype(F32)
+        kept = jnp.exp(w_i)
+        # The output comes from the old state, so that both sums go over it at once.
+        read, total = (jnp.sum(old * x[:, None], axis=0) for x in (a_i, kept * r_i))
+        total += jnp.sum(r_i * b_i) * read + jnp.sum(r_i * k_i) * v_i
+        row.finish(out, i, (head, column), real_column, total)
+        return kept[:, None] * old + b_i[:, None] * read[None] + k_i[:, None] * v_i[None]
+
+    row.walk(before, after, place, tile, token)

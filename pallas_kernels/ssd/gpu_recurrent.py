@@ -1,4 +1,4 @@
-"""Decode of Mamba-2's recurrence on GPUs: a Triton kernel that moves every state once, in place.
+"""Mamba-2's recurrence on GPUs, token by token: a Triton kernel moves every state once, in place.
 
 A program has some channels of one head, with their state, for one row.
 """
@@ -17,7 +17,7 @@ from pallas_kernels.gpu_rows import F32, Row, Slots
 from pallas_kernels.ragged import RaggedBatch
 
 
-def decode(
+def recurrent(
     x: jax.Array,
     dt: jax.Array,
     A: jax.Array,
@@ -28,14 +28,16 @@ def decode(
     ragged: RaggedBatch,
     slots: Slots,
     *,
+    prefill: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The decode rows of a batch.
+    """The decode rows of a batch, or all of them.
 
     Args:
         x: [S, H, P]. dt: f32[S, H] step sizes. A: f32[H]. B, C: [S, G, N]. D: f32[H] or None.
         state: f32[slots, N, H * P], updated in place if it is donated.
         ragged: row boundaries. slots: read and write slots, i32[S] each.
+        prefill: take the prefill rows, too, token by token.
         interpret: as in `pl.pallas_call`.
 
     Returns:
@@ -44,10 +46,10 @@ def decode(
     _, heads, width = x.shape
     columns = gpu_chip.state_columns("ssd", state.shape[1], width)
     weights = (A,) if D is None else (A, D)
-    return gpu_rows.decode(
+    return gpu_rows.run(
         functools.partial(_row, columns=columns), (x, dt, B, C, *weights), state, ragged, slots,
-        name="ssd_decode", grid=(pl.cdiv(width, columns), heads),
-        out=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=interpret,
+        name="ssd", grid=(pl.cdiv(width, columns), heads),
+        out=jax.ShapeDtypeStruct(x.shape, x.dtype), prefill=prefill, interpret=interpret,
     )  # fmt: skip
 
 
@@ -64,16 +66,18 @@ def _row(row: Row, x: Any, dt: Any, B: Any, C: Any, A: Any, *refs: Any, columns:
     place = (index[:, None], head * width + column[None])
     tile = real_index[:, None] & real_column[None]
 
-    x_row = plgpu.load(x.at[row.number, head, column], mask=real_column, other=0.0).astype(F32)
-    B_row, C_row = (
-        plgpu.load(ref.at[row.number, group, index], mask=real_index, other=0.0).astype(F32)
-        for ref in (B, C)
-    )
-    step = dt[row.number, head]
-    old = jnp.exp(step * A[head]) * row.read(before, place, tile)
-    written = step * x_row
-    row.write(after, place, tile, old + B_row[:, None] * written[None])
-    out = jnp.sum(old * C_row[:, None], axis=0) + jnp.sum(B_row * C_row) * written
-    if skip:
-        out += skip[0][head] * x_row
-    row.finish(y, (head, column), real_column, out)
+    def token(i: jax.Array, old: jax.Array) -> jax.Array:
+        x_i = plgpu.load(x.at[i, head, column], mask=real_column, other=0.0).astype(F32)
+        B_i, C_i = (
+            plgpu.load(ref.at[i, group, index], mask=real_index, other=0.0).astype(F32)
+            for ref in (B, C)
+        )
+        step = dt[i, head]
+        written, old = step * x_i, jnp.exp(step * A[head]) * old
+        total = jnp.sum(old * C_i[:, None], axis=0) + jnp.sum(B_i * C_i) * written
+        if skip:
+            total += skip[0][head] * x_i
+        row.finish(y, i, (head, column), real_column, total)
+        return old + B_i[:, None] * written[None]
+
+    row.walk(before, after, place, tile, token)

@@ -1,4 +1,4 @@
-"""Decode of Mamba-1's scan on GPUs: a Triton kernel that moves every state once, in place.
+"""Mamba-1's scan on GPUs, token by token: a Triton kernel moves every state once, in place.
 
 A program has some channels, with their states, for one row.
 """
@@ -16,7 +16,7 @@ from pallas_kernels.gpu_rows import F32, Row, Slots
 from pallas_kernels.ragged import RaggedBatch
 
 
-def decode(
+def recurrent(
     x: jax.Array,
     dt: jax.Array,
     B: jax.Array,
@@ -27,14 +27,16 @@ def decode(
     ragged: RaggedBatch,
     slots: Slots,
     *,
+    prefill: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The decode rows of a batch.
+    """The decode rows of a batch, or all of them.
 
     Args:
         x: [S, E]. dt: f32[S, E] step sizes. B, C: [S, N]. A: f32[N, E]. D: f32[E].
         state: f32[slots, N, E], updated in place if it is donated.
         ragged: row boundaries. slots: read and write slots, i32[S] each.
+        prefill: take the prefill rows, too, token by token.
         interpret: as in `pl.pallas_call`.
 
     Returns:
@@ -42,10 +44,10 @@ def decode(
     """
     size, channels = A.shape
     columns = gpu_chip.state_columns("selective_scan", size, channels)
-    return gpu_rows.decode(
+    return gpu_rows.run(
         functools.partial(_row, columns=columns), (x, dt, B, C, A, D), state, ragged, slots,
-        name="selective_scan_decode", grid=(pl.cdiv(channels, columns),),
-        out=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=interpret,
+        name="selective_scan", grid=(pl.cdiv(channels, columns),),
+        out=jax.ShapeDtypeStruct(x.shape, x.dtype), prefill=prefill, interpret=interpret,
     )  # fmt: skip
 
 
@@ -60,18 +62,20 @@ def _row(
     real_index, real_column = index < size, column < channels
     place, tile = (index[:, None], column[None]), real_index[:, None] & real_column[None]
 
-    x_row, step = (
-        plgpu.load(ref.at[row.number, column], mask=real_column, other=0.0).astype(F32)
-        for ref in (x, dt)
-    )
-    B_row, C_row = (
-        plgpu.load(ref.at[row.number, index], mask=real_index, other=0.0).astype(F32)
-        for ref in (B, C)
-    )
-    decay = jnp.exp(step[None] * plgpu.load(A.at[place], mask=tile, other=0.0))
-    written = step * x_row
-    old = decay * row.read(before, place, tile)
-    row.write(after, place, tile, old + B_row[:, None] * written[None])
-    out = jnp.sum(old * C_row[:, None], axis=0) + jnp.sum(B_row * C_row) * written
+    rates = plgpu.load(A.at[place], mask=tile, other=0.0)
     skip = plgpu.load(D.at[column], mask=real_column, other=0.0)
-    row.finish(y, (column,), real_column, out + skip * x_row)
+
+    def token(i: jax.Array, old: jax.Array) -> jax.Array:
+        x_i, step = (
+            plgpu.load(ref.at[i, column], mask=real_column, other=0.0).astype(F32)
+            for ref in (x, dt)
+        )
+        B_i, C_i = (
+            plgpu.load(ref.at[i, index], mask=real_index, other=0.0).astype(F32) for ref in (B, C)
+        )
+        written, old = step * x_i, jnp.exp(step[None] * rates) * old
+        total = jnp.sum(old * C_i[:, None], axis=0) + jnp.sum(B_i * C_i) * written
+        row.finish(y, i, (column,), real_column, total + skip * x_i)
+        return old + B_i[:, None] * written[None]
+
+    row.walk(before, after, place, tile, token)

@@ -1,4 +1,4 @@
-"""Decode of the gated delta rule on GPUs: a Triton kernel that moves every state once, in place.
+"""The gated delta rule on GPUs, token by token: a Triton kernel moves every state once, in place.
 
 A program has some columns of one head's state, for one row.
 """
@@ -17,7 +17,7 @@ from pallas_kernels.gpu_rows import F32, Row, Slots
 from pallas_kernels.ragged import RaggedBatch
 
 
-def decode(
+def recurrent(
     tokens: tuple[jax.Array, ...],
     state: jax.Array,
     ragged: RaggedBatch,
@@ -25,9 +25,10 @@ def decode(
     *,
     scale: float,
     l2norm: bool,
+    prefill: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The decode rows of a batch.
+    """The decode rows of a batch, or all of them.
 
     Args:
         tokens: q, k [S, Hk, dk], v [S, Hv, dv], g [S, Hv] or [S, Hv, dk], beta [S, Hv].
@@ -35,6 +36,7 @@ def decode(
         ragged: row boundaries. slots: read and write slots, i32[S] each.
         scale: factor on q.
         l2norm: normalise q and k.
+        prefill: take the prefill rows, too, token by token.
         interpret: as in `pl.pallas_call`.
 
     Returns:
@@ -43,10 +45,10 @@ def decode(
     v = tokens[2]
     _, heads, dk, dv = state.shape
     columns = gpu_chip.state_columns("gated_delta_rule", dk, dv)
-    return gpu_rows.decode(
+    return gpu_rows.run(
         functools.partial(_row, columns=columns, scale=scale, l2norm=l2norm), tokens, state, ragged,
-        slots, name="gated_delta_decode", grid=(pl.cdiv(dv, columns), heads),
-        out=jax.ShapeDtypeStruct(v.shape, v.dtype), interpret=interpret,
+        slots, name="gated_delta", grid=(pl.cdiv(dv, columns), heads),
+        out=jax.ShapeDtypeStruct(v.shape, v.dtype), prefill=prefill, interpret=interpret,
     )  # fmt: skip
 
 
@@ -63,20 +65,23 @@ def _row(
     real_channel, real_column = channel < dk, column < dv
     place, tile = (head, channel[:, None], column[None]), real_channel[:, None] & real_column[None]
 
-    def key(ref: Any) -> jax.Array:
-        x = plgpu.load(ref.at[row.number, key_head, channel], mask=real_channel, other=0.0)
-        x = x.astype(F32)
-        return x * lax.rsqrt(jnp.sum(x * x) + 1e-6) if l2norm else x
+    def token(i: jax.Array, old: jax.Array) -> jax.Array:
+        def key(ref: Any) -> jax.Array:
+            x = plgpu.load(ref.at[i, key_head, channel], mask=real_channel, other=0.0).astype(F32)
+            return x * lax.rsqrt(jnp.sum(x * x) + 1e-6) if l2norm else x
 
-    q_row, k_row = key(q) * scale, key(k)
-    if len(g.shape) == 3:
-        log_decay = plgpu.load(g.at[row.number, head, channel], mask=real_channel, other=0.0)
-    else:
-        log_decay = jnp.full(channel.shape, g[row.number, head])
-    old = jnp.exp(log_decay)[:, None] * row.read(before, place, tile).astype(F32)
-    # As in the reference the output comes from the old state, so both sums go over it at once.
-    old_k, old_q = (jnp.sum(old * x[:, None], axis=0) for x in (k_row, q_row))
-    v_row = plgpu.load(v.at[row.number, head, column], mask=real_column, other=0.0).astype(F32)
-    delta = beta[row.number, head] * (v_row - old_k)
-    row.write(after, place, tile, old + k_row[:, None] * delta[None])
-    row.finish(out, (head, column), real_column, old_q + jnp.sum(q_row * k_row) * delta)
+        query, this_key = key(q) * scale, key(k)
+        if len(g.shape) == 3:
+            log_decay = plgpu.load(g.at[i, head, channel], mask=real_channel, other=0.0)
+        else:
+            log_decay = jnp.full(channel.shape, g[i, head])
+        old = jnp.exp(log_decay)[:, None] * old
+        # As in the reference the output comes from the old state, so both sums go over it at once.
+        old_k, old_q = (jnp.sum(old * x[:, None], axis=0) for x in (this_key, query))
+        value = plgpu.load(v.at[i, head, column], mask=real_column, other=0.0).astype(F32)
+        delta = beta[i, head] * (value - old_k)
+        total = old_q + jnp.sum(query * this_key) * delta
+        row.finish(out, i, (head, column), real_column, total)
+        return old + this_key[:, None] * delta[None]
+
+    row.walk(before, after, place, tile, token)
