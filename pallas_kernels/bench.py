@@ -74,8 +74,7 @@ def batches(rows: int, context: int, tokens: int) -> tuple[Batch, Batch]:
 
 
 def time_op(
-    op: str,
-    *,
+    *ops: str,
     cases: Sequence[str] = (),
     rows: int = 16,
     context: int = 1024,
@@ -86,8 +85,8 @@ def time_op(
     """Times every implementation of an op on a decode and a prefill batch of each case.
 
     Args:
-        op: a name of `OPS`.
-        cases: names from the op's `cases.py`; none: all of them.
+        ops: names of `OPS`; of several, all are checked before the first is timed.
+        cases: names from each op's `cases.py`; none: all of them.
         rows: of the decode batch. context: tokens of each row before the step.
         tokens: of the prefill batch.
         rounds: samples of each implementation.
@@ -95,11 +94,8 @@ def time_op(
     Raises:
         ValueError: an op or case is unknown, or a number is too small or too large for this memory.
     """
-    return [
-        timing
-        for case, batch in _wanted(op, cases, rows, context, tokens, rounds)
-        for timing in _time_case(op, case, batch, rounds, clock)
-    ]
+    wanted = [(op, *x) for op in ops for x in _wanted(op, cases, rows, context, tokens, rounds)]
+    return [timing for what in wanted for timing in _time_case(*what, rounds, clock)]
 
 
 def _wanted(

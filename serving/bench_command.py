@@ -142,13 +142,14 @@ def kernels(
     """Time the implementations of ops on shapes of real models, as pallas_kernels.bench does."""
     from hybrid_jax import measure
 
-    timings = [
-        timing
-        for name in op or measure.OPS
-        for timing in measure.time_op(
-            name, cases=case or (), rows=rows, context=context, tokens=tokens, rounds=rounds
-        )
-    ]
+    timings = measure.time_op(
+        *(op or measure.OPS),
+        cases=case or (),
+        rows=rows,
+        context=context,
+        tokens=tokens,
+        rounds=rounds,
+    )
     write_json(measure.describe_process() | measure.timing_report(timings), as_json)
     if as_json == "-":
         return

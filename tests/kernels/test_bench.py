@@ -90,15 +90,15 @@ def test_times_by_a_known_clock(double: None) -> None:
 
 
 def test_what_is_unknown_is_refused() -> None:
-    for options, message in (
-        ({"op": "frob"}, "unknown op 'frob'; known: causal_conv1d"),
-        ({"op": "gla", "cases": ["frob"]}, "gla has no case 'frob'; known: tiny"),
-        ({"op": "gla", "rows": 0}, "rows must be at least 1, got 0"),
-        ({"op": "gla", "tokens": 1}, "tokens must be at least 2, got 1"),
-        ({"op": "gla", "rounds": 0}, "rounds must be at least 1, got 0"),
+    for op, options, message in (
+        ("frob", {}, "unknown op 'frob'; known: causal_conv1d"),
+        ("gla", {"cases": ["frob"]}, "gla has no case 'frob'; known: tiny"),
+        ("gla", {"rows": 0}, "rows must be at least 1, got 0"),
+        ("gla", {"tokens": 1}, "tokens must be at least 2, got 1"),
+        ("gla", {"rounds": 0}, "rounds must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            bench.time_op(**options)  # type: ignore[arg-type]
+            bench.time_op(op, **options)  # type: ignore[arg-type]
 
 
 def test_the_module_is_a_command() -> None:
