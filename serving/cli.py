@@ -15,6 +15,7 @@ from serving import commands_plan
 from serving.bench_command import bench
 from serving.check_command import check
 from serving.commands_plan import PathArgument
+from serving.kv_options import KvDtypeOption, KvRangesOption, kv_options
 from serving.op_choices import parse_choices
 from serving.profile_command import profile
 
@@ -59,6 +60,8 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Most likely tokens kept; 0 is off.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_dtype: KvDtypeOption = None,
+    kv_ranges: KvRangesOption = None,
     max_model_len: Annotated[int, typer.Option(help="0: the model's, at most 8,192.")] = 0,
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices to cut the model over.")] = 1,
     num_speculative_tokens: Annotated[int, typer.Option(help="Guesses per step; 0: none.")] = 0,
@@ -83,6 +86,7 @@ def generate(
         "enforce_eager": enforce_eager,
         "implementations": parse_choices(implementation or []),
         "max_num_seqs": min(len(prompts), 16),
+        **kv_options(kv_dtype, kv_ranges),
     }
     with LLM(model or bundled_model(), dtype=dtype, **options) as llm:
         if chat:

@@ -137,7 +137,7 @@ def test_kernels(run: Run, tmp_path: Path) -> None:
 def test_all_that_is_wrong_is_found_before_the_first_kernel_runs(
     options: list[str], words: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed: list[object] = []
+    timed: list[tuple[str, *tuple[object, ...]]] = []
     monkeypatch.setattr(bench, "_time_case", lambda *what: timed.append(what) or [])
     code, out, err = run("bench", "kernels", *options)
     assert (code, out) == (2, "") and words in err and err.count("\n") == 1
