@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import platform as platform_
@@ -80,6 +81,20 @@ class Selection:
 Loaded = tuple[Callable[..., Any], Callable[[Facts], str | None]]  # the function, its `refuses`
 
 
+def _called(op: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What is traced lies in a scope of the op's name; arrays of numpy become JAX's."""
+
+    def array(x: Any) -> Any:
+        return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+    @functools.wraps(fn)
+    def run(*arguments: Any, **options: Any) -> Any:
+        with jax.named_scope(op):
+            return fn(*jax.tree.map(array, arguments), **jax.tree.map(array, options))
+
+    return run
+
+
 @dataclass(frozen=True)
 class _Entry:
     load: Callable[[], Loaded]
@@ -114,7 +129,7 @@ class Registry:
         lies in a named scope of the op's name, for profiles. `composed`: it calls other ops, which
         choose implementations of their own; so running it is no fallback to plain JAX.
         """
-        loaded = jax.named_scope(op)(fn), refuses
+        loaded = _called(op, fn), refuses
         self._add(op, implementation, _Entry(lambda: loaded, composed=composed))
 
     def register_kernel(
@@ -140,7 +155,7 @@ class Registry:
         @functools.cache
         def load() -> Loaded:
             module = importlib.import_module(module_name)
-            return jax.named_scope(op)(getattr(module, name)), module.refuses
+            return _called(op, getattr(module, name)), module.refuses
 
         self._add(op, implementation, _Entry(load, platform, fuses=tuple(fuses)))
 

@@ -39,6 +39,16 @@ def test_every_case_is_a_call_that_the_op_accepts(op: str, batch: Batch) -> None
     assert not any(np.array_equal(after, before) for after, before in pools)  # all were updated
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_operands_may_be_numpys(op: str) -> None:
+    call = make_call(op, cases_of(op)[0], Batch(1, 0, 3))
+    pool, operands = jax.tree.map(np.asarray, (call.pool, call.operands))
+    given = call.run(call.pool, **call.operands), call.run(pool, **operands)
+    for expected, found in zip(*map(jax.tree.leaves, given), strict=True):
+        assert isinstance(found, jax.Array)
+        np.testing.assert_array_equal(found, expected)
+
+
 def described(pool: jax.Array | jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], str]:
     return pool.shape, str(pool.dtype)
 
