@@ -102,6 +102,12 @@ class _Entry:
     composed: bool = False  # of ops that choose, and report, for themselves
     fuses: tuple[str, ...] = ()  # ops that it does itself
 
+    def elsewhere(self, platform: str, *, apart: bool = False) -> str:
+        """Why it cannot run on another platform; with `apart` also what runs there instead."""
+        parts = " and ".join(self.fuses) if apart else ""
+        where = f", where {parts} choose for themselves" if parts else ""
+        return f"is for {self.platform}, not for {platform}{where}"
+
 
 @dataclass
 class Registry:
@@ -198,11 +204,11 @@ class Registry:
         if forced is not None:
             self.check(op, forced)
         names = self.implementations(op, facts.platform) if forced is None else (forced,)
-        refused: list[tuple[str, str]] = []
+        refused = self._elsewhere(op, facts.platform) if forced is None else []
         for name in names:
             entry = self._entries[op][name]
             if entry.platform not in (None, facts.platform):
-                refused.append((name, f"is for {entry.platform}, not for {facts.platform}"))
+                refused.append((name, entry.elsewhere(facts.platform)))
                 continue
             fn, refuses = entry.load()
             apart = [fused for fused in entry.fuses if fused in choices]
@@ -225,6 +231,13 @@ class Registry:
             )
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
         raise ValueError(f"{op}: no implementation can run on {facts.device_kind}: {reasons}")
+
+    def _elsewhere(self, op: str, platform: str) -> list[tuple[str, str]]:
+        """Why an accelerator has no kernel for an op: the kernels are for others."""
+        kernels = {name: x for name, x in self._entries[op].items() if name != REFERENCE}
+        if platform == "cpu" or any(x.platform in (None, platform) for x in kernels.values()):
+            return []
+        return [(name, x.elsewhere(platform, apart=True)) for name, x in kernels.items()]
 
     def report(self) -> tuple[Selection, ...]:
         """Every distinct choice made so far, oldest first."""

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from hybrid_jax.cache.chips import format_bytes
@@ -18,6 +17,7 @@ from serving.commands_plan import PathArgument
 from serving.kv_options import KvDtypeOption, KvRangesOption, kv_options
 from serving.op_choices import parse_choices
 from serving.profile_command import profile
+from serving.terminal import console
 
 if TYPE_CHECKING:
     from hybrid_jax import LLM, SamplingParams
@@ -126,14 +126,14 @@ def inspect(
     from hybrid_jax.inspection import describe_layer, inspect_model
 
     report = inspect_model(path, dtype=dtype, max_model_len=max_model_len)
-    console = Console()
+    screen = console()
     layers = Table("layer", "kind", "mixer", "feed-forward", title=report.config.model_type)
     for i, layer in enumerate(report.config.layers):
         layers.add_row(str(i), *describe_layer(layer))
-    console.print(layers)
+    screen.print(layers)
     counts = ", ".join(f"{count} {kind}" for kind, count in report.config.layer_counts.items())
-    console.print(f"layers: {counts}")
-    console.print(
+    screen.print(f"layers: {counts}")
+    screen.print(
         f"parameters: {report.num_parameters:,} ({format_bytes(report.parameter_bytes)} in {dtype})"
     )
     caches = Table(
@@ -152,7 +152,7 @@ def inspect(
         )
     total = sum(line.bytes_per_sequence for line in report.caches)
     caches.add_row("total", str(len(report.config.layers)), "", format_bytes(total))
-    console.print(caches)
+    screen.print(caches)
 
 
 @app.command()

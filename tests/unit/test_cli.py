@@ -139,6 +139,14 @@ def test_kernels_says_what_would_run_where_and_why(run: Run, model: Path) -> Non
     reason = choices["mixed", "gated_delta_rule"]["refused"]["triton_gpu"]
     assert "prefill" in reason and "bfloat16" in reason
 
+    reason = choices["decode", "gated_delta_net"]["refused"]["mosaic_tpu"]
+    assert reason == (
+        "is for tpu, not for gpu, where causal_conv1d and gated_delta_rule choose for themselves"
+    )
+    # No terminal: a cell is on one line, however long it is.
+    table = run("kernels", model, "--chip", "h100", *options)[1]
+    assert f"mosaic_tpu: {reason} " in table and "..." not in table and "…" not in table
+
     fp8 = json.loads(
         run("kernels", model, "--chip", "h100", "--kv-dtype", "fp8", *options, "--json")[1]
     )
