@@ -16,12 +16,14 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -72,8 +74,7 @@ def batches(rows: int, context: int, tokens: int) -> tuple[Batch, Batch]:
 
 
 def time_op(
-    op: str,
-    *,
+    *ops: str,
     cases: Sequence[str] = (),
     rows: int = 16,
     context: int = 1024,
@@ -84,8 +85,8 @@ def time_op(
     """Times every implementation of an op on a decode and a prefill batch of each case.
 
     Args:
-        op: a name of `OPS`.
-        cases: names from the op's `cases.py`; none: all of them.
+        ops: names of `OPS`; of several, all are checked before the first is timed.
+        cases: names from each op's `cases.py`; none: all of them.
         rows: of the decode batch. context: tokens of each row before the step.
         tokens: of the prefill batch.
         rounds: samples of each implementation.
@@ -93,11 +94,8 @@ def time_op(
     Raises:
         ValueError: an op or case is unknown, or a number is too small or too large for this memory.
     """
-    return [
-        timing
-        for case, batch in _wanted(op, cases, rows, context, tokens, rounds)
-        for timing in _time_case(op, case, batch, rounds, clock)
-    ]
+    wanted = [(op, *x) for op in ops for x in _wanted(op, cases, rows, context, tokens, rounds)]
+    return [timing for what in wanted for timing in _time_case(*what, rounds, clock)]
 
 
 def _wanted(
@@ -190,6 +188,7 @@ def tune_op(
     rounds: int = 7,
     chip: str = "",
     clock: Callable[[], float] = time.perf_counter,
+    report: Callable[[Tuned], None] = lambda tuned: None,
 ) -> list[Tuned]:
     """Tries the block sizes of what the registry chooses, one parameter at a time.
 
@@ -199,6 +198,7 @@ def tune_op(
     Args:
         chip: one of `static_profile.TARGETS`, which need not be there: by the static profile of its
             compiler. Empty: by time on the device at hand.
+        report: called with every result at once, so that an interrupt loses no more than one.
 
     Raises:
         ValueError: as `time_op`, and if `chip` is none of them or there is no compiler for it.
@@ -221,6 +221,7 @@ def tune_op(
                 size = _best(costs, default)
                 by = tuning.STATIC if chip else tuning.TIME
                 found[key] = Tuned(key, case.name, batch, by, costs, default, size, failed)
+                report(found[key])
     return list(found.values())
 
 
@@ -336,8 +337,49 @@ def timing_lines(timings: Sequence[Timing]) -> list[tuple[str, ...]]:
 TIMING_HEADER = ("case", "batch", "implementation", "ms", "range", "to reference")
 
 
+NOTHING = "nothing is written"
+
+
+class _Stopped(BaseException):
+    """SIGINT or SIGTERM. It passes all that runs, and `subprocess.run` ends its process for it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+        self.kept = NOTHING  # what became of the figures
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Within, a first SIGINT or SIGTERM raises `_Stopped`; a second one ends the process."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        for each in heard:
+            signal.signal(each, signal.SIG_DFL)
+        raise _Stopped(number)
+
+    both = signal.SIGINT, signal.SIGTERM
+    heard = [each for each in both if signal.getsignal(each) is not signal.SIG_IGN]
+    earlier = {each: signal.signal(each, stop) for each in heard}
+    try:
+        yield
+    finally:
+        for each, handler in earlier.items():
+            signal.signal(each, handler)
+
+
 def main() -> None:
-    """Reads the command line."""
+    """Runs the command; exit code 128 and the signal's number if one stopped it."""
+    with _stoppable():
+        try:
+            _run(_parser())
+        except _Stopped as stopped:
+            name = signal.Signals(stopped.number).name
+            _parser().exit(128 + stopped.number, f"bench: stopped by {name}; {stopped.kept}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time the implementations of an op on its cases.")
     parser.add_argument("op", help=", ".join(sorted(OPS)))
     parser.add_argument("--case", action="append", default=[], help="default: all")
@@ -348,6 +390,11 @@ def main() -> None:
     parser.add_argument("--json", default="", help="file for the figures; -: stdout")
     parser.add_argument("--tune", action="store_true", help="time block sizes, keep the best")
     parser.add_argument("--chip", default="", help="tune for this TPU, which need not be there")
+    return parser
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    """Does what the command line says."""
     args = parser.parse_args()
     if args.chip and not args.tune:
         parser.exit(2, "bench: --chip is for --tune only: times are those of the device at hand\n")
@@ -384,14 +431,27 @@ def _tune(op: str, chip: str, **options: Any) -> None:
     except OSError as error:
         directory = tuning.user_directory()
         raise ValueError(f"{directory} cannot be written ({error}); set XDG_CACHE_HOME") from error
-    tuned = tune_op(op, chip=chip, **options)
+    tuned: list[Tuned] = []
+    try:
+        tune_op(op, chip=chip, report=tuned.append, **options)
+    except _Stopped as stopped:
+        stopped.kept = _keep(kind, tuned)
+        raise
     if not tuned:
         remedy = "take others" if kind != "cpu" else "kernels for TPU and GPU have, see --chip"
         raise ValueError(
             f"what runs {op} on {kind} has no block sizes to tune for these cases; {remedy}"
         )
+    print(_keep(kind, tuned))
+
+
+def _keep(kind: str, tuned: Sequence[Tuned]) -> str:
+    """Prints what was found for a device kind and writes what is to be kept; says where."""
+    if not tuned:
+        return NOTHING
     known, found = tuning.entries(kind), {}
-    rows = [("block size", "case", "cycles by size" if chip else "ms by size", "own rule", "kept")]
+    costs = "ms by size" if tuned[0].by == tuning.TIME else "cycles by size"
+    rows = [("block size", "case", costs, "own rule", "kept")]
     for x in tuned:
         kept, earlier = str(x.size), known.get(x.key, {"by": x.by})
         if x.default not in x.costs:
@@ -405,7 +465,7 @@ def _tune(op: str, chip: str, **options: Any) -> None:
     for x in tuned:
         for size, reason in x.failed.items():
             print(f"{x.key}: size {size} is left out: {reason}")
-    print(f"written to {tuning.write(kind, found)}" if found else "nothing is written")
+    return f"written to {tuning.write(kind, found)}" if found else NOTHING
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:

@@ -12,6 +12,8 @@ from pallas_kernels.storage import INT8, value_dtype
 def check_shapes(op: str, expected: Mapping[str, tuple[jax.Array, tuple[int, ...]]]) -> None:
     """Raises ValueError unless every array has its shape. `expected`: name -> (array, shape)."""
     for name, (array, shape) in expected.items():
+        if not hasattr(array, "shape"):
+            raise ValueError(f"{op}: {name} must be an array of shape {shape}, got {array!r}")
         if array.shape != shape:
             raise ValueError(f"{op}: {name} must be {shape}, got {array.shape}")
 
@@ -66,11 +68,22 @@ def check_rows(
 
 def check_groups(op: str, v_heads: int, k_heads: int) -> None:
     """Raises ValueError unless every key head serves equally many value heads."""
+    if v_heads < 1 or k_heads < 1:
+        raise ValueError(
+            f"{op}: there must be heads, got {v_heads} value heads and {k_heads} key heads"
+        )
     if v_heads % k_heads:
         raise ValueError(f"{op}: {v_heads} value heads are not a multiple of {k_heads} key heads")
 
 
 def check_dt_limit(op: str, dt_limit: tuple[float, float]) -> None:
     """Raises ValueError unless the bounds of a step size are ordered and not negative."""
-    if not 0 <= dt_limit[0] <= dt_limit[1]:
-        raise ValueError(f"{op}: dt_limit must be 0 <= lowest <= highest, got {dt_limit}")
+    try:
+        lowest, highest = dt_limit
+        ordered = bool(0 <= lowest <= highest)
+    except (TypeError, ValueError):  # no pair, or not one of numbers
+        ordered = False
+    if not ordered:
+        raise ValueError(
+            f"{op}: dt_limit must be two numbers, 0 <= lowest <= highest, got {dt_limit!r}"
+        )

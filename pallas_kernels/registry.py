@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import platform as platform_
@@ -80,12 +81,32 @@ class Selection:
 Loaded = tuple[Callable[..., Any], Callable[[Facts], str | None]]  # the function, its `refuses`
 
 
+def _called(op: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What is traced lies in a scope of the op's name; arrays of numpy become JAX's."""
+
+    def array(x: Any) -> Any:
+        return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+    @functools.wraps(fn)
+    def run(*arguments: Any, **options: Any) -> Any:
+        with jax.named_scope(op):
+            return fn(*jax.tree.map(array, arguments), **jax.tree.map(array, options))
+
+    return run
+
+
 @dataclass(frozen=True)
 class _Entry:
     load: Callable[[], Loaded]
     platform: str | None = None  # the only one it is for; None: any
     composed: bool = False  # of ops that choose, and report, for themselves
     fuses: tuple[str, ...] = ()  # ops that it does itself
+
+    def elsewhere(self, platform: str, *, apart: bool = False) -> str:
+        """Why it cannot run on another platform; with `apart` also what runs there instead."""
+        parts = " and ".join(self.fuses) if apart else ""
+        where = f", where {parts} choose for themselves" if parts else ""
+        return f"is for {self.platform}, not for {platform}{where}"
 
 
 @dataclass
@@ -114,7 +135,7 @@ class Registry:
         lies in a named scope of the op's name, for profiles. `composed`: it calls other ops, which
         choose implementations of their own; so running it is no fallback to plain JAX.
         """
-        loaded = jax.named_scope(op)(fn), refuses
+        loaded = _called(op, fn), refuses
         self._add(op, implementation, _Entry(lambda: loaded, composed=composed))
 
     def register_kernel(
@@ -140,7 +161,7 @@ class Registry:
         @functools.cache
         def load() -> Loaded:
             module = importlib.import_module(module_name)
-            return jax.named_scope(op)(getattr(module, name)), module.refuses
+            return _called(op, getattr(module, name)), module.refuses
 
         self._add(op, implementation, _Entry(load, platform, fuses=tuple(fuses)))
 
@@ -183,11 +204,11 @@ class Registry:
         if forced is not None:
             self.check(op, forced)
         names = self.implementations(op, facts.platform) if forced is None else (forced,)
-        refused: list[tuple[str, str]] = []
+        refused = self._elsewhere(op, facts.platform) if forced is None else []
         for name in names:
             entry = self._entries[op][name]
             if entry.platform not in (None, facts.platform):
-                refused.append((name, f"is for {entry.platform}, not for {facts.platform}"))
+                refused.append((name, entry.elsewhere(facts.platform)))
                 continue
             fn, refuses = entry.load()
             apart = [fused for fused in entry.fuses if fused in choices]
@@ -210,6 +231,13 @@ class Registry:
             )
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
         raise ValueError(f"{op}: no implementation can run on {facts.device_kind}: {reasons}")
+
+    def _elsewhere(self, op: str, platform: str) -> list[tuple[str, str]]:
+        """Why an accelerator has no kernel for an op: the kernels are for others."""
+        kernels = {name: x for name, x in self._entries[op].items() if name != REFERENCE}
+        if platform == "cpu" or any(x.platform in (None, platform) for x in kernels.values()):
+            return []
+        return [(name, x.elsewhere(platform, apart=True)) for name, x in kernels.items()]
 
     def report(self) -> tuple[Selection, ...]:
         """Every distinct choice made so far, oldest first."""

@@ -124,7 +124,9 @@ def write(device_kind: str, added: Mapping[str, Mapping[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     sizes = _read(path, device_kind) | dict(added)
     text = json.dumps({"device_kind": device_kind, "sizes": sizes}, indent=2, sort_keys=True)
-    path.write_text(text + "\n")
+    part = path.with_suffix(".part")  # an interrupt leaves the file as it was
+    part.write_text(text + "\n")
+    part.replace(path)
     _tuned.cache_clear()
     return path
 

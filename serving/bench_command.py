@@ -10,6 +10,7 @@ from rich.table import Table
 
 from hybrid_jax.cache.chips import format_bytes
 from hybrid_jax.errors import HybridJaxError
+from serving.kv_options import KvDtypeOption, KvRangesOption, kv_options
 from serving.op_choices import parse_choices
 from serving.terminal import JsonOption, OutputOption, PlotOption, console, write_json
 
@@ -41,6 +42,8 @@ def latency(
     output_tokens: Annotated[int, typer.Option(help="Of each request.")] = 64,
     rounds: Annotated[int, typer.Option(help="That count; one more warms up.")] = 5,
     dtype: DtypeOption = "auto",
+    kv_dtype: KvDtypeOption = None,
+    kv_ranges: KvRangesOption = None,
     max_model_len: LengthOption = 0,
     max_num_batched_tokens: BudgetOption = 1024,
     num_speculative_tokens: GuessesOption = 0,
@@ -60,6 +63,7 @@ def latency(
         max_model_len=max_model_len or prompt_tokens + output_tokens,
         max_num_batched_tokens=max_num_batched_tokens,
         num_speculative_tokens=num_speculative_tokens,
+        **kv_options(kv_dtype, kv_ranges),
     )
     results = measure.measure_latency(
         runner,
@@ -84,6 +88,8 @@ def throughput(
     prompt_tokens: Annotated[str, typer.Option(help="Random length, lowest-highest.")] = "32-128",
     output_tokens: Annotated[str, typer.Option(help="Random length, lowest-highest.")] = "16-64",
     dtype: DtypeOption = "auto",
+    kv_dtype: KvDtypeOption = None,
+    kv_ranges: KvRangesOption = None,
     max_model_len: LengthOption = 0,
     max_num_batched_tokens: BudgetOption = 1024,
     num_speculative_tokens: GuessesOption = 0,
@@ -107,6 +113,7 @@ def throughput(
         max_model_len=max_model_len or prompts[1] + outputs[1],
         max_num_batched_tokens=max_num_batched_tokens,
         num_speculative_tokens=num_speculative_tokens,
+        **kv_options(kv_dtype, kv_ranges),
     )
     results = measure.measure_throughput(
         runner,
@@ -142,13 +149,14 @@ def kernels(
     """Time the implementations of ops on shapes of real models, as pallas_kernels.bench does."""
     from hybrid_jax import measure
 
-    timings = [
-        timing
-        for name in op or measure.OPS
-        for timing in measure.time_op(
-            name, cases=case or (), rows=rows, context=context, tokens=tokens, rounds=rounds
-        )
-    ]
+    timings = measure.time_op(
+        *(op or measure.OPS),
+        cases=case or (),
+        rows=rows,
+        context=context,
+        tokens=tokens,
+        rounds=rounds,
+    )
     write_json(measure.describe_process() | measure.timing_report(timings), as_json)
     if as_json == "-":
         return

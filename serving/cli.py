@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from hybrid_jax.cache.chips import format_bytes
@@ -15,8 +14,10 @@ from serving import commands_plan
 from serving.bench_command import bench
 from serving.check_command import check
 from serving.commands_plan import PathArgument
+from serving.kv_options import KvDtypeOption, KvRangesOption, kv_options
 from serving.op_choices import parse_choices
 from serving.profile_command import profile
+from serving.terminal import console
 
 if TYPE_CHECKING:
     from hybrid_jax import LLM, SamplingParams
@@ -59,6 +60,8 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Most likely tokens kept; 0 is off.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_dtype: KvDtypeOption = None,
+    kv_ranges: KvRangesOption = None,
     max_model_len: Annotated[int, typer.Option(help="0: the model's, at most 8,192.")] = 0,
     tensor_parallel_size: Annotated[int, typer.Option(help="Devices to cut the model over.")] = 1,
     num_speculative_tokens: Annotated[int, typer.Option(help="Guesses per step; 0: none.")] = 0,
@@ -83,6 +86,7 @@ def generate(
         "enforce_eager": enforce_eager,
         "implementations": parse_choices(implementation or []),
         "max_num_seqs": min(len(prompts), 16),
+        **kv_options(kv_dtype, kv_ranges),
     }
     with LLM(model or bundled_model(), dtype=dtype, **options) as llm:
         if chat:
@@ -122,14 +126,14 @@ def inspect(
     from hybrid_jax.inspection import describe_layer, inspect_model
 
     report = inspect_model(path, dtype=dtype, max_model_len=max_model_len)
-    console = Console()
+    screen = console()
     layers = Table("layer", "kind", "mixer", "feed-forward", title=report.config.model_type)
     for i, layer in enumerate(report.config.layers):
         layers.add_row(str(i), *describe_layer(layer))
-    console.print(layers)
+    screen.print(layers)
     counts = ", ".join(f"{count} {kind}" for kind, count in report.config.layer_counts.items())
-    console.print(f"layers: {counts}")
-    console.print(
+    screen.print(f"layers: {counts}")
+    screen.print(
         f"parameters: {report.num_parameters:,} ({format_bytes(report.parameter_bytes)} in {dtype})"
     )
     caches = Table(
@@ -148,7 +152,7 @@ def inspect(
         )
     total = sum(line.bytes_per_sequence for line in report.caches)
     caches.add_row("total", str(len(report.config.layers)), "", format_bytes(total))
-    console.print(caches)
+    screen.print(caches)
 
 
 @app.command()

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from hybrid_jax.cache.chips import CHIPS
+from serving.kv_options import KvDtypeOption, kv_options
 from serving.op_choices import parse_choices
 from serving.terminal import PlotOption, console
 
@@ -32,7 +33,7 @@ def plan(
     page_size: Annotated[int | None, typer.Option(help="Tokens of a page.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "auto",
-    kv_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, fp8 or int8.")] = None,
+    kv_dtype: KvDtypeOption = None,
     state_dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     checkpoints: Annotated[int | None, typer.Option(help="State rows kept for reuse.")] = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Guesses per step.")] = None,
@@ -121,6 +122,7 @@ def kernels(
     page_size: Annotated[int | None, typer.Option(help="Tokens of a page.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "auto",
+    kv_dtype: KvDtypeOption = None,
     tp: Annotated[int | None, typer.Option(help="Devices to cut the model over.")] = None,
     implementation: Annotated[
         list[str] | None,
@@ -140,6 +142,7 @@ def kernels(
         "max_num_batched_tokens": max_num_batched_tokens,
         "tensor_parallel_size": tp,
         "implementations": parse_choices(implementation or []),
+        **kv_options(kv_dtype),
     }
     config = EngineConfig(**{name: value for name, value in given.items() if value is not None})
     target = find_chip(chip)

@@ -16,6 +16,7 @@ from pydantic_settings import (
 from yaml import YAMLError
 
 from hybrid_jax.config import EngineConfig
+from serving.kv_options import KV_DTYPE_HELP, KV_RANGES_HELP
 
 ENV_PREFIX = "HYBRID_JAX_"
 _NOT_SETTINGS = "HYBRID_JAX_TEST_"  # variables of the test suite
@@ -28,8 +29,8 @@ _ENGINE_HELP = {
     "num_pages": "Pages per full-attention group; 0: enough for max_num_seqs.",
     "cache_bytes": "Upper bound for all caches; 0: from memory_utilization.",
     "memory_utilization": "Share of the device's memory to use.",
-    "kv_dtype": "Of keys and values: float32, bfloat16, fp8 or int8; auto: the activations'.",
-    "kv_ranges": "File of hybrid_jax.calibrate_kv, for fp8 and int8; empty: the checkpoint's.",
+    "kv_dtype": KV_DTYPE_HELP,
+    "kv_ranges": KV_RANGES_HELP,
     "state_dtype": "Of stored recurrent states: float32 or bfloat16.",
     "row_buckets": "Numbers of rows to compile for.",
     "token_buckets": "Numbers of tokens to compile for.",

@@ -7,6 +7,7 @@ import typer
 from rich.bar import Bar
 from rich.table import Table
 
+from serving.kv_options import KvDtypeOption, KvRangesOption, kv_options
 from serving.op_choices import parse_choices
 from serving.terminal import JsonOption, console, write_json
 
@@ -24,6 +25,8 @@ def profile(
     prompt_tokens: Annotated[int, typer.Option(help="Of each sequence.")] = 128,
     steps: Annotated[int, typer.Option(help="Decode steps that count.")] = 16,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_dtype: KvDtypeOption = None,
+    kv_ranges: KvRangesOption = None,
     implementation: Annotated[
         list[str] | None, typer.Option(help="op=name: what must run an op.")
     ] = None,
@@ -44,6 +47,7 @@ def profile(
         steps=steps,
         dtype=dtype,
         implementations=parse_choices(implementation or []),
+        **kv_options(kv_dtype, kv_ranges),
     )
     report: dict[str, Any] = {"phases": [phase.to_dict() for phase in phases]}
     write_json(report | measure.describe_process(), as_json)

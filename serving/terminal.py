@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-TABLE_WIDTH = 100  # where the output is no terminal
+NO_LIMIT = 10_000  # columns, where the output is no terminal: tables are as wide as their cells
 
 
 def _check_target(option: typer.CallbackParam, target: Any) -> Any:
@@ -38,9 +38,9 @@ PlotOption = Annotated[
 
 
 def console() -> Console:
-    """For tables; as wide as the terminal, if it is one."""
+    """For tables; not wider than the terminal, if it is one."""
     made = Console()
-    return made if made.is_terminal else Console(width=TABLE_WIDTH)
+    return made if made.is_terminal else Console(width=NO_LIMIT)
 
 
 def write_json(report: dict[str, Any], target: str) -> None:

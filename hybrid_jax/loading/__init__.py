@@ -132,10 +132,9 @@ def load_model(
         ignored = (*ignored, "lm_head.weight")
     check_layer_map(config, original)
     get = lambda hub: source.get(original[hub])  # noqa: E731
-    ranges = (
-        read_ranges(Path(kv_ranges)) if kv_ranges else scaled_ranges(config, raw, get, original)
-    )
-    config = with_ranges(config, ranges)
+    file = Path(kv_ranges) if kv_ranges else None
+    ranges = read_ranges(file) if file else scaled_ranges(config, raw, get, original)
+    config = with_ranges(config, ranges, file)
     name = resolve_dtype(dtype, raw, source)
     graph, shapes, _ = abstract_params(config, DTYPES[name])
 

@@ -28,8 +28,8 @@ DTYPES = {
 }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+def read_json(path: Path, remedy: str = "copy it again") -> dict[str, Any]:
+    """A JSON object from a file; `remedy` says what to do if it holds none.
 
     Raises:
         ModelError: the file is missing or is not a JSON object.
@@ -42,10 +42,10 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
-            f"{str(path)!r} is not readable as JSON ({reason(error)}); copy it again"
+            f"{str(path)!r} is not readable as JSON ({reason(error)}); {remedy}"
         ) from error
     if not isinstance(value, dict):
-        raise ModelError(f"{str(path)!r} holds no JSON object; copy it again")
+        raise ModelError(f"{str(path)!r} holds no JSON object; {remedy}")
     return value
 
 

@@ -23,7 +23,13 @@ from hybrid_jax.loading import (
     stop_ids,
 )
 from hybrid_jax.loading.hf import read_json
-from hybrid_jax.loading.kv_ranges import ranges_of, read_ranges, with_ranges, write_ranges
+from hybrid_jax.loading.kv_ranges import (
+    CALIBRATE,
+    ranges_of,
+    read_ranges,
+    with_ranges,
+    write_ranges,
+)
 from hybrid_jax.models import config_from_hf
 from hybrid_jax.models.decoder import Params, abstract_params
 
@@ -57,7 +63,7 @@ def convert(source: Path, target: Path, *, dtype: str = "auto") -> None:
     for part in (raw, raw.get("text_config")):
         if isinstance(part, dict):
             part["dtype"] = loaded.dtype
-    save(target, raw, loaded.params, (source / name for name in COPIED))
+    target.mkdir(parents=True, exist_ok=True)
     if ranges := ranges_of(loaded.config):
         write_ranges(target / KV_RANGES, ranges)
     if source.is_file():
@@ -66,6 +72,7 @@ def convert(source: Path, target: Path, *, dtype: str = "auto") -> None:
         tokenizer = GGUFSource(source).tokenizer()
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
+    save(target, raw, loaded.params, (source / name for name in COPIED))
 
 
 def save(
@@ -97,8 +104,9 @@ def load(
     """
     raw = read_json(path / "config.json")
     file = Path(kv_ranges or path / KV_RANGES)
-    ranges = read_ranges(file) if kv_ranges or file.exists() else {}
-    config = with_ranges(config_from_hf(raw), ranges)
+    remedy = CALIBRATE if kv_ranges else "convert the checkpoint again"
+    ranges = read_ranges(file, remedy) if kv_ranges or file.exists() else {}
+    config = with_ranges(config_from_hf(raw), ranges, file)
     name = check_dtype("dtype", dtype)
     if name == "auto":
         name = check_dtype("dtype of config.json", (raw.get("text_config") or raw).get("dtype"))

@@ -70,13 +70,19 @@ def refuses(facts: Facts) -> str | None:
         return f"head dims must be {LANES}, not {dk} and {dv}"
     chip = tpu_chip.CHIPS[facts.device_kind]
     if not fits_decode(qkv, state, chip):
-        return f"{facts.device_kind}'s VMEM is too small for a row's states"
+        return (
+            f"{facts.device_kind}'s VMEM is too small for a row's {state.shape[1]} states of "
+            f"{dk} x {dv}"
+        )
     if facts.values["decode_only"]:
         return None
     if prefill_heads(facts.values["k_heads"], state.shape[1], qkv.dtype) is None:
         return f"{state.shape[1]} value heads are too many for {facts.values['k_heads']} key heads"
     if not fits_prefill(qkv, state, chip):
-        return f"{facts.device_kind}'s VMEM is too small for {CHUNK} tokens and a row's states"
+        return (
+            f"{facts.device_kind}'s VMEM is too small for {CHUNK} tokens and a row's "
+            f"{state.shape[1]} states of {dk} x {dv}"
+        )
     return None
 
 

@@ -69,7 +69,9 @@ def refuses(facts: Facts) -> str | None:
     fits = decode_heads(q, state, chip) and (
         facts.values["decode_only"] or prefill_heads(q, state, jnp.dtype(q.dtype).itemsize, chip)
     )
-    return None if fits else f"{facts.device_kind}'s VMEM is too small for one head's state"
+    if not fits:
+        return f"{facts.device_kind}'s VMEM is too small for one head's state of {dk} x {dv}"
+    return None
 
 
 def decode_heads(q: Operand, state: Operand, chip: Chip) -> int | None:

@@ -65,7 +65,7 @@ def refuses(facts: Facts) -> str | None:
     chip = tpu_chip.CHIPS[facts.device_kind]
     blocks = decode_heads(q, state, chip), prefill_heads(q, state, chip)
     if None in blocks[: 1 if facts.values["decode_only"] else 2]:
-        return f"{facts.device_kind}'s VMEM is too small for one head's state"
+        return f"{facts.device_kind}'s VMEM is too small for one head's state of {dk} x {dv}"
     return None
 
 

@@ -89,11 +89,11 @@ def _check(
         )
     (num_tokens, channels), heads = xBC.shape, dt.shape[1]
     slots, size, inner = state.recurrent.shape
-    groups = (channels - inner) // (2 * size)
-    if inner % heads or groups < 1 or channels != inner + 2 * groups * size:
+    groups = (channels - inner) // (2 * size) if size else 0
+    if not heads or inner % heads or groups < 1 or channels != inner + 2 * groups * size:
         raise ValueError(
-            f"{OP}: the channels must be H P + 2 G N, got {channels} of them with {heads} heads "
-            f"and state.recurrent {state.recurrent.shape}"
+            f"{OP}: the channels must be H P + 2 G N, each 1 or more, got {channels} of them with "
+            f"{heads} heads and state.recurrent {state.recurrent.shape}"
         )
     check_groups(OP, heads, groups)
     per_head = {f"weights.{name}": getattr(weights, name) for name in ("A_log", "D", "dt_bias")}

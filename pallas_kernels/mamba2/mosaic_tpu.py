@@ -47,7 +47,7 @@ def refuses(facts: Facts) -> str | None:
     channels = xBC.shape[1]
     reason = refuses_heads(heads, inner // heads, (channels - inner) // (2 * size), size)
     if reason is None and not fits_decode(channels, inner, size, chip):
-        reason = f"{facts.device_kind}'s VMEM is too small for a row's states"
+        reason = f"{facts.device_kind}'s VMEM is too small for a row's states of {size} x {inner}"
     return reason
 
 

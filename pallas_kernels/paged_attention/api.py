@@ -96,6 +96,8 @@ def _check(
         )
     num_tokens, q_heads, dim = q.shape
     kv_heads = k.shape[1]
+    if not kv_heads or q_heads % kv_heads:
+        raise ValueError(f"{OP}: {q_heads} query heads are not a multiple of {kv_heads} KV heads")
     num_pages, page_size = pages.shape[:2]
     layouts = [
         pages_shape(num_pages, page_size, kv_heads, dim, platform)
@@ -110,8 +112,6 @@ def _check(
     if sinks is not None:
         expected["sinks"] = (sinks, (q_heads,))
     check_shapes(OP, expected)
-    if q_heads % kv_heads:
-        raise ValueError(f"{OP}: {q_heads} query heads are not a multiple of {kv_heads} KV heads")
     check_int32(OP, table=table)
     check_floating(OP, q=q, k=k, v=v)
     check_pool(OP, "pages", pages, int8=True)

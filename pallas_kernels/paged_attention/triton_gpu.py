@@ -29,9 +29,12 @@ def refuses(facts: Facts) -> str | None:
     if pages.dtype not in (q.dtype, *BYTES):
         return f"pages must be {q.dtype} as q, or {' or '.join(BYTES)}, not {pages.dtype}"
     if pages.dtype == "float8_e4m3fn" and "A100" in facts.device_kind:
-        return "A100 has no float8"
-    if pages.dtype in BYTES and 2 * GIB < math.prod(pages.shape) <= 4 * GIB:
-        return "Pallas has offsets of 32 bits up to 4 GiB, and in bytes they reach 2 GiB only"
+        return "A100 has no float8; pages in int8 take as few bytes"
+    if pages.dtype in BYTES and 2 * GIB < (size := math.prod(pages.shape)) <= 4 * GIB:
+        return (
+            "Pallas has offsets of 32 bits up to 4 GiB, and in bytes they reach 2 GiB only; these "
+            f"pages have {size / GIB:.1f} GiB"
+        )
     if q.shape[2] > MAX_DIM:
         return f"head dim {q.shape[2]} is above {MAX_DIM}: its tiles would not fit registers"
     if (group := q.shape[1] * 2 // pages.shape[2]) > MAX_GROUP:

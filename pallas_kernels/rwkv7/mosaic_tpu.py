@@ -59,7 +59,7 @@ def refuses(facts: Facts) -> str | None:
             f"channels, and dk a multiple of {SUBLANES}; not {width}, {heads} heads, {size}"
         )
     if decode_heads(v, state, tpu_chip.CHIPS[facts.device_kind]) is None:
-        return f"{facts.device_kind}'s VMEM is too small for one head's state"
+        return f"{facts.device_kind}'s VMEM is too small for one head's state of {size} x {width}"
     return None
 
 

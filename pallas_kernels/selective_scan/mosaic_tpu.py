@@ -64,7 +64,7 @@ def refuses(facts: Facts) -> str | None:
             f"not {size} and {channels}"
         )
     if decode_lanes(state, tpu_chip.CHIPS[facts.device_kind]) is None:
-        return f"{facts.device_kind}'s VMEM is too small for the state of {LANES} channels"
+        return f"{facts.device_kind}'s VMEM is too small for a state of {size} x {LANES} channels"
     return None
 
 

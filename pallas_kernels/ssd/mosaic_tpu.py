@@ -75,7 +75,7 @@ def refuses(facts: Facts) -> str | None:
     chip = tpu_chip.CHIPS[facts.device_kind]
     blocks = decode_heads(x, B, chip), prefill_heads(x, B, chip)
     if None in blocks[: 1 if facts.values["decode_only"] else 2]:
-        return f"{facts.device_kind}'s VMEM is too small for one head's state"
+        return f"{facts.device_kind}'s VMEM is too small for one head's state of {size} x {width}"
     return None
 
 

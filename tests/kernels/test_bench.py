@@ -39,6 +39,16 @@ def test_every_case_is_a_call_that_the_op_accepts(op: str, batch: Batch) -> None
     assert not any(np.array_equal(after, before) for after, before in pools)  # all were updated
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_operands_may_be_numpys(op: str) -> None:
+    call = make_call(op, cases_of(op)[0], Batch(1, 0, 3))
+    pool, operands = jax.tree.map(np.asarray, (call.pool, call.operands))
+    given = call.run(call.pool, **call.operands), call.run(pool, **operands)
+    for expected, found in zip(*map(jax.tree.leaves, given), strict=True):
+        assert isinstance(found, jax.Array)
+        np.testing.assert_array_equal(found, expected)
+
+
 def described(pool: jax.Array | jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], str]:
     return pool.shape, str(pool.dtype)
 
@@ -90,15 +100,15 @@ def test_times_by_a_known_clock(double: None) -> None:
 
 
 def test_what_is_unknown_is_refused() -> None:
-    for options, message in (
-        ({"op": "frob"}, "unknown op 'frob'; known: causal_conv1d"),
-        ({"op": "gla", "cases": ["frob"]}, "gla has no case 'frob'; known: tiny"),
-        ({"op": "gla", "rows": 0}, "rows must be at least 1, got 0"),
-        ({"op": "gla", "tokens": 1}, "tokens must be at least 2, got 1"),
-        ({"op": "gla", "rounds": 0}, "rounds must be at least 1, got 0"),
+    for op, options, message in (
+        ("frob", {}, "unknown op 'frob'; known: causal_conv1d"),
+        ("gla", {"cases": ["frob"]}, "gla has no case 'frob'; known: tiny"),
+        ("gla", {"rows": 0}, "rows must be at least 1, got 0"),
+        ("gla", {"tokens": 1}, "tokens must be at least 2, got 1"),
+        ("gla", {"rounds": 0}, "rounds must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            bench.time_op(**options)  # type: ignore[arg-type]
+            bench.time_op(op, **options)  # type: ignore[arg-type]
 
 
 def test_the_module_is_a_command() -> None:

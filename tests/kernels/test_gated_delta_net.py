@@ -124,6 +124,7 @@ def test_separate_ops_choose_for_themselves() -> None:
         ({"a": jnp.zeros((2, 3))}, "a must be"),
         ({"a": jnp.zeros((2, 4, 8))}, "weights.dt_bias must be"),
         ({"k_heads": 3}, "not a multiple of 3 key heads"),
+        ({"k_heads": 0}, "there must be heads, got 4 value heads and 0 key heads"),
         ({"state": {"conv": jnp.zeros((5, 3, 80))}}, r"state.conv must be \(5, 3, 1, 80\)"),
         ({"state": {"recurrent": jnp.zeros((5, 4, 8, 12), jnp.float16)}}, "float32 or bfloat16"),
         ({"weights": {"A_log": jnp.zeros(4, jnp.bfloat16)}}, "weights.A_log must be float32"),

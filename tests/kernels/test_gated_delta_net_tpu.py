@@ -168,7 +168,10 @@ def test_refusals_have_reasons() -> None:
         (facts(case, state=states), "float32, not in bfloat16"),
         (facts(CASE["kimi_linear_48b"]), "one decay per head"),
         (facts(CASE["olmo_hybrid_7b"]), "must be 128, not 96 and 192"),
-        (facts(Case("wide", 16, 64, 128, 128), "TPU v4"), "TPU v4's VMEM is too small"),
+        (
+            facts(Case("wide", 16, 64, 128, 128), "TPU v4"),
+            "TPU v4's VMEM is too small for a row's 64 states of 128 x 128",
+        ),
         (facts(case, "TPU v4", decode_only=False), "too small for 128 tokens"),
         (facts(Case("uneven", 1, 12, 128, 128), decode_only=False), "12 value heads are too many"),
     ):

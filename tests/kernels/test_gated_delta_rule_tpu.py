@@ -216,6 +216,6 @@ def test_refusals_have_reasons() -> None:
         (facts(case, "TPU v3"), "knows no 'TPU v3'"),
         (facts(case, q=half), "not bfloat16, float16"),
         (facts(SMALL[0]), "multiples of 128, not 8 and 12"),
-        (facts(large, "TPU v4"), "TPU v4's VMEM is too small"),
+        (facts(large, "TPU v4"), "TPU v4's VMEM is too small for one head's state of 1024 x 1024"),
     ):
         assert reason in str(mosaic_tpu.refuses(refused))

@@ -138,6 +138,6 @@ def test_refusals_have_reasons() -> None:
         (facts(PER_HEAD, "TPU v3"), "knows no 'TPU v3'"),
         (facts(PER_HEAD, k=ArrayFacts((8, 1, 128), "float16")), "not bfloat16, float16"),
         (facts(CASE["tiny"]), "multiples of 128, not 8 and 12"),
-        (large, "TPU v4's VMEM is too small"),
+        (large, "TPU v4's VMEM is too small for one head's state of 2048 x 1024"),
     ):
         assert reason in str(mosaic_tpu.refuses(refused))

@@ -103,7 +103,12 @@ def test_all_shapes(case: Case) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"xBC": jnp.zeros((2, 84))}, "must be H P \\+ 2 G N, got 84"),
+        ({"xBC": jnp.zeros((2, 84))}, "must be H P \\+ 2 G N, each 1 or more, got 84"),
+        ({"dt": jnp.zeros((2, 0))}, "each 1 or more, got 64 of them with 0 heads"),
+        ({"state": {"recurrent": jnp.zeros((5, 0, 32))}}, r"each 1 or more.*\(5, 0, 32\)"),
+        ({"dt_limit": None}, "dt_limit must be two numbers, .*, got None"),
+        ({"dt_limit": (0.0,)}, r"dt_limit must be two numbers, .*, got \(0.0,\)"),
+        ({"dt_limit": ("a", 1)}, r"dt_limit must be two numbers, .*, got \('a', 1\)"),
         ({"xBC": jnp.zeros((2, 8, 10))}, r"xBC must be \[T, C\]"),
         ({"dt": jnp.zeros((2, 5))}, "with 5 heads"),
         ({"dt": jnp.zeros((2, 8))}, r"weights.A_log must be \(8,\)"),

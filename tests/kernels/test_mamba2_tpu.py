@@ -112,7 +112,10 @@ def test_refusals_have_reasons() -> None:
         (facts(case, dt=half), "not bfloat16, float16"),
         (facts(case, decode_only=False), "leaves batches with prefill rows"),
         (facts(Case("odd", 3, 64, 1, 128)), "not 128, 64, 3 heads"),
-        (facts(Case("large", 512, 64, 1, 1024), "TPU7x"), "TPU7x's VMEM is too small"),
+        (
+            facts(Case("large", 512, 64, 1, 1024), "TPU7x"),
+            "TPU7x's VMEM is too small for a row's states of 1024 x 32768",
+        ),
     ):
         assert reason in str(mosaic_tpu.refuses(refused))
 

@@ -374,7 +374,9 @@ def test_window_does_not_see_further() -> None:
         ({"pages": jnp.zeros((4, 4, 4, 8), jnp.int32)}, "pages must hold floating point"),
         ({"sinks": jnp.zeros(3)}, "sinks must be"),
         ({"k_scale": jnp.ones(4)}, r"k_scale must be \(2,\)"),
+        ({"k_scale": 0.5}, r"k_scale must be an array of shape \(2,\), got 0.5"),
         ({"v_scale": jnp.ones(2, jnp.bfloat16)}, "v_scale must be float32"),
+        ({"k": jnp.zeros((2, 0, 8))}, "4 query heads are not a multiple of 0 KV heads"),
         ({"implementation": "nonsense"}, "known: .*reference"),
     ],
 )

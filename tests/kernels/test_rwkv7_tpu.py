@@ -88,6 +88,9 @@ def test_refusals_have_reasons() -> None:
         (facts(CASE["rwkv7_2b9"], "TPU v3"), "knows no 'TPU v3'"),
         (facts(CASE["tiny"]), "not 12, 3 heads, 8"),
         (facts(Case("odd", 3, 64, 64)), "not 64, 3 heads, 64"),
-        (facts(Case("large", 1, 8192, 128), "TPU v4"), "TPU v4's VMEM is too small"),
+        (
+            facts(Case("large", 1, 8192, 128), "TPU v4"),
+            "TPU v4's VMEM is too small for one head's state of 8192 x 128",
+        ),
     ):
         assert reason in str(mosaic_tpu.refuses(refused))

@@ -90,6 +90,9 @@ def test_refusals_have_reasons() -> None:
     for refused, reason in (
         (facts(CASE["falcon_mamba_7b"], "TPU v3"), "knows no 'TPU v3'"),
         (facts(CASE["tiny"]), "not 4 and 12"),
-        (facts(Case("large", 128, 16384), "TPU v4"), "TPU v4's VMEM is too small"),
+        (
+            facts(Case("large", 128, 16384), "TPU v4"),
+            "TPU v4's VMEM is too small for a state of 16384 x 128 channels",
+        ),
     ):
         assert reason in str(mosaic_tpu.refuses(refused))

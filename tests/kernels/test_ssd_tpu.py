@@ -115,6 +115,9 @@ def test_refusals_have_reasons() -> None:
         (facts(case, B=half), "not bfloat16, float16"),
         (facts(CASE["tiny"]), "not 12, 8, 2 heads"),
         (facts(Case("odd", 3, 64, 1, 128)), "not 128, 64, 3 heads"),
-        (facts(Case("large", 1, 128, 1, 8192), "TPU v4"), "TPU v4's VMEM is too small"),
+        (
+            facts(Case("large", 1, 128, 1, 8192), "TPU v4"),
+            "TPU v4's VMEM is too small for one head's state of 8192 x 128",
+        ),
     ):
         assert reason in str(mosaic_tpu.refuses(refused))

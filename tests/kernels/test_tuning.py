@@ -3,8 +3,11 @@
 import itertools
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -258,3 +261,54 @@ def test_sizes_without_a_profile_are_left_out(
     printed = tune_for_v6e({1: 20_000, 2: 30_000}, monkeypatch, capsys)
     assert "nothing: own rule has no figure" in printed and "nothing is written" in printed
     assert tuning.entries(KIND)["gla.size 2x8"]["size"] == 2
+
+
+# The command with a compiler that profiles the kernel whose name holds PROFILED and then waits.
+COMPILER = """#!/bin/sh
+case "$4" in
+*$PROFILED*) printf 'hlo_op_name: "%s"\\nestimated_cycles: 900000000' "$4" \\
+    > "${LIBTPU_INIT_ARGS#*=}/a_static_llo_profile.textproto" ;;
+*) echo $$ > "$STARTED.part"; mv "$STARTED.part" "$STARTED"; exec sleep 300 ;;
+esac
+"""
+COMMAND = """
+import importlib.util, sys
+from importlib import metadata
+from pallas_kernels import bench, static_profile
+
+find, version = importlib.util.find_spec, metadata.version
+importlib.util.find_spec = lambda name, *rest: find("json" if name == "libtpu" else name, *rest)
+metadata.version = lambda name: "1.0" if name == "libtpu" else version(name)
+sys.executable, sys.argv[0] = sys.argv.pop(1), "bench"
+bench.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("profiled", "kept"), [("decode", 1), ("none", 0)])
+def test_a_signal_ends_the_compiler_and_keeps_what_was_found(
+    profiled: str, kept: int, number: signal.Signals, own_files: Path
+) -> None:
+    compiler, started = own_files / "compiler", own_files / "started"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    options = ["gla", "--case", "gla_1b", "--rows", "2", "--tokens", "8", "--tune", "--chip", "v6e"]
+    command = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(compiler), *options],
+        env=os.environ | {"PROFILED": profiled, "STARTED": str(started), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not started.exists() and command.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    command.send_signal(number)
+    out, err = command.communicate(timeout=60)
+    assert command.returncode == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+    written = f"written to {tuning.user_directory() / tuning.file_name(KIND)}"
+    what = written if kept else "nothing is written"
+    assert err == f"bench: stopped by {number.name}; {what}\n"
+    assert len(tuning.entries(KIND)) == kept and ("gla.decode_heads" in out) == bool(kept)

@@ -8,6 +8,7 @@ import pytest
 
 from hybrid_jax import measure
 from hybrid_jax.measure.profile import PhaseProfile, ProfileLine
+from pallas_kernels import bench
 from serving import cli
 from tests.helpers import tiny
 
@@ -124,6 +125,25 @@ def test_kernels(run: Run, tmp_path: Path) -> None:
     (timing,) = [t for t in timings if t["implementation"] == "reference"]  # others are refused
     low, high = timing["range"]
     assert 0 < low <= timing["median"] <= high and len(timing["seconds"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["rows", "frob", "--case", "tiny"], "unknown op 'frob'; known: causal_conv1d, "),
+        (["rows", "gla", "--case", "tiny_bits"], "gla has no case 'tiny_bits'; known: "),
+    ],
+)
+def test_all_that_is_wrong_is_found_before_the_first_kernel_runs(
+    options: list[str], words: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[tuple[str, *tuple[object, ...]]] = []
+    monkeypatch.setattr(bench, "_time_case", lambda *what: timed.append(what) or [])
+    code, out, err = run("bench", "kernels", *options)
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+    assert not timed
+    run("bench", "kernels", "rows", "gla", "--case", "tiny")
+    assert {what[0] for what in timed} == {"rows", "gla"}
 
 
 MISTAKES = {

@@ -80,6 +80,44 @@ def test_a_conversion_keeps_them(tmp_path: Path) -> None:
     loaded = load_model(tmp_path / "orbax-model").config
     assert all(spec.k_range and spec.v_range for spec in attention(loaded).values())
     assert loaded == load_model(source).config
+    (tmp_path / "orbax-model" / orbax.KV_RANGES).write_text("[")
+    with pytest.raises(ModelError, match=r"kv_ranges\.json.*convert the checkpoint again"):
+        load_model(tmp_path / "orbax-model")
+
+
+def test_a_conversion_that_is_interrupted_leaves_no_model_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny.write_checkpoint(MODEL, tmp_path / "hf", 0)
+    tensors = load_file(source / "model.safetensors")
+    save_file(
+        tensors | scales_of(load_config(source)[0], NAMES["quark"]), source / "model.safetensors"
+    )
+
+    def full(target: Path, *_: object) -> None:
+        assert (target / orbax.KV_RANGES).is_file() and not (target / "config.json").exists()
+        raise OSError("no space left")
+
+    monkeypatch.setattr(orbax, "save", full)
+    with pytest.raises(OSError, match="no space left"):
+        orbax.convert(source, tmp_path / "orbax-model")
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [{"num_bits": 4, "type": "float"}, {"num_bits": 8, "type": "int", "symmetric": False},
+     {"type": "mxfp"}],
+)  # fmt: skip
+def test_scales_for_other_pages_than_ours_are_not_read_as_if_they_were(
+    scheme: dict[str, object], config: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = scales_of(config, NAMES["quark"])
+    raw = {"quantization_config": {"kv_cache_scheme": scheme}}
+    assert scaled_ranges(config, raw, tensors.__getitem__, tensors) == {}
+    assert f"kv_cache_scheme of config.json, {scheme}, is not one of 8 bits" in caplog.text
+    for ours in ({"num_bits": 8, "type": "int", "symmetric": True}, {"symmetric": None}, None):
+        raw = {"quantization_config": {"kv_cache_scheme": ours}}
+        assert scaled_ranges(config, raw, tensors.__getitem__, tensors)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +133,10 @@ def test_ranges_that_are_none_are_named(given: object, config: ModelConfig) -> N
     ranges[str(last)]["v"] = given  # type: ignore[assignment]
     with pytest.raises(ModelError, match=f"range of V in layer {last} is .*, not 2 positive"):
         with_ranges(config, ranges)
+    with pytest.raises(
+        ModelError, match=rf"range of V in layer {last} in 'a/r\.json' is .*, not 2"
+    ):
+        with_ranges(config, ranges, Path("a/r.json"))
 
 
 def test_ranges_of_another_model_are_named(config: ModelConfig) -> None:
@@ -130,7 +172,7 @@ def test_files_that_are_none_are_named(text: str | None, what: str, tmp_path: Pa
     path = tmp_path / "ranges.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ModelError, match=rf"ranges\.json.*{what}"):
+    with pytest.raises(ModelError, match=rf"ranges\.json.*{what}.*; write it with.*calibrate_kv"):
         read_ranges(path)
 
 

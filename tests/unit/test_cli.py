@@ -139,6 +139,22 @@ def test_kernels_says_what_would_run_where_and_why(run: Run, model: Path) -> Non
     reason = choices["mixed", "gated_delta_rule"]["refused"]["triton_gpu"]
     assert "prefill" in reason and "bfloat16" in reason
 
+    reason = choices["decode", "gated_delta_net"]["refused"]["mosaic_tpu"]
+    assert reason == (
+        "is for tpu, not for gpu, where causal_conv1d and gated_delta_rule choose for themselves"
+    )
+    # No terminal: a cell is on one line, however long it is.
+    table = run("kernels", model, "--chip", "h100", *options)[1]
+    assert f"mosaic_tpu: {reason} " in table and "..." not in table and "…" not in table
+
+    fp8 = json.loads(
+        run("kernels", model, "--chip", "h100", "--kv-dtype", "fp8", *options, "--json")[1]
+    )
+    (pages, *_) = [
+        x["choice"]["operands"]["pages"] for x in fp8 if x["choice"]["op"] == "paged_attention"
+    ]
+    assert pages.startswith("float8_e4m3fn[")
+
     code, out, err = run("kernels", model, *options)  # the device at hand
     assert code == 0 and err == "" and "reference" in out and "mosaic_tpu" not in out
     code, out, err = run(
@@ -402,6 +418,34 @@ def test_a_bad_option_is_one_sentence(name: str, run: Run, model: Path) -> None:
     assert is_one_sentence(err), err
     assert all(word in err for word in words), err
     assert out == ""
+
+
+KV_COMMANDS = {
+    "generate": ["generate", "to be", "--model"],
+    "kernels": ["kernels"],
+    "plan": ["plan"],
+    "latency": ["bench", "latency"],
+    "throughput": ["bench", "throughput"],
+    "profile": ["profile"],
+}
+
+
+@pytest.mark.parametrize("name", KV_COMMANDS)
+def test_the_dtype_of_keys_and_values_is_an_option(name: str, run: Run, model: Path) -> None:
+    """Where weights are read, so are the ranges that int8 needs."""
+    command = [*KV_COMMANDS[name], model]
+    code, out, err = run(*command, "--kv-dtype", "int4")
+    assert code == 2 and out == "" and is_one_sentence(err)
+    assert "kv_dtype 'int4' is not supported; choose auto, float32" in err
+    if name in ("kernels", "plan"):
+        return
+    for options, words in (
+        (["--kv-dtype", "int8"], "kv_dtype int8 needs the ranges of K and V"),
+        (["--kv-dtype", "int8", "--kv-ranges", "none"], "kv_ranges 'none' is no file"),
+        (["--kv-ranges", "none"], "are for kv_dtype fp8 or int8, not for auto"),
+    ):
+        code, out, err = run(*command, *options)
+        assert code == 2 and out == "" and is_one_sentence(err) and words in err, err
 
 
 def test_an_empty_prompt_and_text_without_a_tokenizer_are_refused(

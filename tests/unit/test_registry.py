@@ -138,6 +138,24 @@ def test_ops_made_of_other_ops_are_no_fallback(
     assert not caplog.records
 
 
+def test_an_accelerator_without_a_kernel_has_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """The kernels are for others; what they fuse runs apart."""
+    own = Registry()
+    own.register_kernel("op", "kernel", "tpu", "json:dumps", fuses=("one", "other"))
+    own.register("op", "reference", run, never, composed=True)
+    own.register_kernel("alone", "kernel", "tpu", "json:dumps")
+    own.register("alone", "reference", run, never)
+    reason = "is for tpu, not for gpu"
+    fused = f"{reason}, where one and other choose for themselves"
+    assert own.select("op", facts(9, "gpu")).refused == (("kernel", fused),)
+    assert not caplog.records
+    assert own.select("alone", facts(9, "gpu")).refused == (("kernel", reason),)
+    assert f"alone runs the slow reference on test gpu (kernel: {reason})" in caplog.text
+    for op in ("op", "alone"):
+        assert own.select(op, facts(9, "cpu")).refused == ()
+        assert own.select(op, facts(9, "gpu"), forced="reference").refused == ()
+
+
 def test_kernels_refuse_code_that_is_cut_over_devices() -> None:
     own = Registry()
     own.register("op", "kernel", lambda: None, never)
