@@ -2,14 +2,18 @@
 
     python -m pallas_kernels.bench gated_delta_rule --case qwen35_9b --rows 16 --json figures.json
     python -m pallas_kernels.bench gated_delta_rule --case qwen35_9b --rows 16 --tune
+    python -m pallas_kernels.bench gated_delta_rule --case qwen35_9b --tokens 1024 --chip v6e
 
 Every implementation that can run a case here is compiled and run first. Then they take turns, so
 that a drift of the machine meets all of them: medians and ranges over the rounds, and the ratio to
 the reference as the median of the ratios within rounds. Pools are donated, as in an engine's step.
 
 `--tune` times the block sizes that the chosen kernels can have instead, in the same way, and keeps
-the best for this kind of device (`pallas_kernels/tuning.py`). With `--chip` it does so for a TPU
-that need not be there, by libtpu's static profile (`pallas_kernels/static_profile.py`).
+the best for this kind of device (`pallas_kernels/tuning.py`).
+
+`--chip` names a TPU that need not be there. What the chosen kernels take on it, or with `--tune`
+what their block sizes do, is then estimated by libtpu's static profile
+(`pallas_kernels/static_profile.py`).
 """
 
 import argparse
@@ -120,6 +124,38 @@ def _wanted(
     for case, batch in wanted:
         _check_bytes(op, case, batch)
     return wanted
+
+
+def profile_op(
+    op: str,
+    *,
+    chip: str,
+    cases: Sequence[str] = (),
+    rows: int = 16,
+    context: int = 1024,
+    tokens: int = 512,
+    cpu_seconds: int = static_profile.CPU_SECONDS,
+) -> list[static_profile.Profile]:
+    """What the chosen kernels of an op take on a TPU that need not be there.
+
+    Other arguments and errors are those of `time_op`.
+
+    Args:
+        chip: one of `static_profile.TARGETS`.
+        cpu_seconds: for one kernel, at most.
+
+    Raises:
+        ValueError: as `time_op`, and if `chip` is none of them or there is no compiler for it.
+    """
+    if cpu_seconds < 1:
+        raise ValueError(f"cpu-seconds must be at least 1, got {cpu_seconds}; use 1 or more")
+    profiles: list[static_profile.Profile] = []
+    with static_profile.targeting(chip):
+        for case, batch in _wanted(op, cases, rows, context, tokens, 1):
+            trial = static_profile.Trial(op, case.name, batch, chip)
+            call = make_call(op, case, batch)
+            profiles += static_profile.profile_kernels(call, trial, cpu_seconds)
+    return profiles
 
 
 def _time_case(
@@ -317,12 +353,7 @@ def timing_lines(timings: Sequence[Timing]) -> list[tuple[str, ...]]:
     """Per timing: case, batch, implementation, median and range in milliseconds, ratio."""
     rows = []
     for timing in timings:
-        batch = timing.batch
-        what = (
-            f"decode {batch.rows} x {batch.earlier:,}"
-            if batch.new == 1
-            else f"prefill {batch.new:,}"
-        )
+        what = _in_words(timing.batch)
         name = f"{timing.implementation}{' (chosen)' if timing.chosen else ''}"
         if timing.refused is not None:
             rows.append((timing.case, what, name, "-", timing.refused, "-"))
@@ -334,6 +365,36 @@ def timing_lines(timings: Sequence[Timing]) -> list[tuple[str, ...]]:
     return rows
 
 
+def profile_report(profiles: Sequence[static_profile.Profile], chip: str) -> dict[str, Any]:
+    """With the chip and the versions of JAX and libtpu, for JSON."""
+    return {
+        "chip": chip,
+        "jax": jax.__version__,
+        "libtpu": metadata.version("libtpu"),
+        "profiles": [asdict(profile) for profile in profiles],
+    }
+
+
+def profile_lines(profiles: Sequence[static_profile.Profile], chip: str) -> list[tuple[str, ...]]:
+    """Per kernel: case, batch, name, cycles, and microseconds, also those of its bytes alone."""
+    megahertz = static_profile.TARGETS[chip].megahertz
+    rows = []
+    for x in profiles:
+        cycles, time = "-", x.failed
+        if x.cycles is not None:
+            cycles, time = f"{x.cycles:,}", f"{x.cycles / megahertz:.1f}"
+        least = f"{x.least / megahertz:.1f}"
+        rows.append((x.case, _in_words(x.batch), x.kernel, cycles, least, time))
+    return rows
+
+
+def _in_words(batch: Batch) -> str:
+    if batch.new == 1:
+        return f"decode {batch.rows} x {batch.earlier:,}"
+    return f"prefill {batch.new:,}"
+
+
+PROFILE_HEADER = ("case", "batch", "kernel", "cycles", "us of its bytes", "us")
 TIMING_HEADER = ("case", "batch", "implementation", "ms", "range", "to reference")
 
 
@@ -389,15 +450,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", default="", help="file for the figures; -: stdout")
     parser.add_argument("--tune", action="store_true", help="time block sizes, keep the best")
-    parser.add_argument("--chip", default="", help="tune for this TPU, which need not be there")
+    parser.add_argument("--chip", default="", help="estimate for this TPU, which need not be there")
+    parser.add_argument(
+        "--cpu-seconds", type=int, default=static_profile.CPU_SECONDS,
+        help="--chip without --tune: to estimate one kernel, at most",
+    )  # fmt: skip
     return parser
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
     """Does what the command line says."""
     args = parser.parse_args()
-    if args.chip and not args.tune:
-        parser.exit(2, "bench: --chip is for --tune only: times are those of the device at hand\n")
     if args.tune and args.json:
         parser.exit(2, "bench: --tune writes its figures where kernels look; leave out --json\n")
     target = Path(args.json)
@@ -408,10 +471,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
         if args.tune:
             _tune(args.op, args.chip, cases=args.case, **options)
             return
-        timings = time_op(args.op, cases=args.case, **options)
+        report, table = _measure(args, options)
     except ValueError as error:
         parser.exit(2, f"bench: {error}\n")
-    text = json.dumps(timing_report(timings), indent=2)
+    text = json.dumps(report, indent=2)
     if args.json == "-":
         print(text)
         return
@@ -420,7 +483,22 @@ def _run(parser: argparse.ArgumentParser) -> None:
             target.write_text(text + "\n")
         except OSError as error:
             parser.exit(2, f"bench: {target} cannot be written: {error.strerror}\n{text}\n")
-    _print_table([TIMING_HEADER, *timing_lines(timings)])
+    _print_table(table)
+
+
+def _measure(
+    args: argparse.Namespace, options: dict[str, Any]
+) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
+    """Times, or static profiles for a chip: for JSON, and as a table."""
+    if args.chip:
+        del options["rounds"]
+        profiles = profile_op(
+            args.op, chip=args.chip, cases=args.case, cpu_seconds=args.cpu_seconds, **options
+        )
+        table = [PROFILE_HEADER, *profile_lines(profiles, args.chip)]
+        return profile_report(profiles, args.chip), table
+    timings = time_op(args.op, cases=args.case, **options)
+    return timing_report(timings), [TIMING_HEADER, *timing_lines(timings)]
 
 
 def _tune(op: str, chip: str, **options: Any) -> None:

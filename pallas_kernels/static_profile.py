@@ -4,7 +4,9 @@ libtpu can follow the final instructions of a kernel through its grid and its lo
 what they and their transfers take. Three things it does not know:
 
 - Values in scalar memory, which decide what a ragged batch makes the kernel do, are zeros to it.
-  So the first grid step stores those of the batch there.
+  So the first grid step stores those of the batch there. What a kernel of many operands reads at
+  a computed index is zero nevertheless: to what it reads, in the body and in the index maps, a
+  vector of few straight lines is added instead.
 - Transfers at the same time hold each other up. So no estimate is below the time of all bytes of
   operands and results, one after the other, at the rate of a long transfer in libtpu's model:
   `bench_operands` makes no pool larger than what a kernel uses.
@@ -24,7 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +35,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import platform, tuning
 from pallas_kernels.bench_operands import Batch, Call, cases_of, make_call
 
 CPU_SECONDS = 300  # of one kernel, at most; most take 5
+MOST_LINES = 8  # each is an instruction or two wherever the vector is read
 WALL_SECONDS = 3600  # should it wait for ever
 MEMORY_BYTES = 16 << 30  # of addresses, of which libtpu takes 3 GiB at once
 
@@ -49,12 +53,13 @@ class Target(NamedTuple):
     kind: str  # as the runtime names it
     topology: str  # the smallest one that libtpu compiles for
     bytes_per_cycle: int  # of a long transfer, in libtpu's model
+    megahertz: int  # at which its matrix units reach the published peak
 
 
 TARGETS = {
-    "v5e": Target("TPU v5 lite", "v5e:2x2", 491),
-    "v6e": Target("TPU v6 lite", "v6e:2x2", 776),
-    "tpu7x": Target("TPU7x", "tpu7x:2x2x1", 1688),
+    "v5e": Target("TPU v5 lite", "v5e:2x2", 491, 1500),
+    "v6e": Target("TPU v6 lite", "v6e:2x2", 776, 1750),
+    "tpu7x": Target("TPU7x", "tpu7x:2x2x1", 1688, 2200),
 }
 
 
@@ -86,14 +91,14 @@ def targeting(chip: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A call of an op with a block size to be tried."""
+    """A call of an op, with a block size to be tried if there is a key."""
 
     op: str
     case: str
     batch: Batch
     chip: str
-    key: str  # of the size, see `tuning.pick`
-    size: int
+    key: str = ""  # of the size, see `tuning.pick`
+    size: int = 0
 
 
 class Kernel(NamedTuple):
@@ -156,11 +161,45 @@ def profile_sizes(
     return cycles, failed
 
 
+@dataclass(frozen=True)
+class Profile:
+    """A kernel of a call, on a chip that need not be there."""
+
+    case: str
+    batch: Batch
+    kernel: str
+    cycles: int | None  # None: there is no profile, because of `failed`
+    least: int  # cycles that its bytes take, one after the other
+    failed: str = ""
+
+
+def profile_kernels(call: Call, trial: Trial, cpu_seconds: int = CPU_SECONDS) -> list[Profile]:
+    """Every kernel of a call, also one that finds no rows. Call it within `targeting`.
+
+    Args:
+        call: what is called, of `make_call`.
+        trial: the same by name.
+        cpu_seconds: of one kernel, at most.
+    """
+    with _finding() as (kernels, _):
+        jax.eval_shape(lambda pool, given: call.run(pool, **given), call.pool, call.operands)
+    profiles = []
+    for name, kernel in kernels.items():
+        cycles, failed = None, ""
+        try:
+            cycles = _profile(trial, name, cpu_seconds)
+        except NoProfileError as error:
+            failed = str(error)
+        least = kernel.num_bytes // TARGETS[trial.chip].bytes_per_cycle
+        profiles.append(Profile(trial.case, trial.batch, name, cycles, least, failed))
+    return profiles
+
+
 class NoProfileError(Exception):
     """Why there is none."""
 
 
-def _profile(trial: Trial, kernel: str) -> int:
+def _profile(trial: Trial, kernel: str, cpu_seconds: int = CPU_SECONDS) -> int:
     """Cycles of one kernel, by a process that compiles it."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -169,7 +208,8 @@ def _profile(trial: Trial, kernel: str) -> int:
         "TPU_LOG_DIR": "disabled",  # where failures would leave gigabytes
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock guards devices; none here
     }
-    command = [sys.executable, "-m", __spec__.name, json.dumps(asdict(trial)), kernel]
+    command = [sys.executable, "-m", __spec__.name]
+    command += [json.dumps(asdict(trial)), kernel, str(cpu_seconds)]
     with tempfile.TemporaryDirectory() as directory:
         environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={directory}"
         try:
@@ -188,7 +228,7 @@ def _profile(trial: Trial, kernel: str) -> int:
     said = r"^(?:\w+\.)*(\w*Error: .*)|(Static LLO profiling of \S+ failed: .*)"
     errors = ["".join(groups) for groups in re.findall(said, done.stderr, re.MULTILINE)]
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise NoProfileError(f"no profile within {CPU_SECONDS} s of CPU")
+        raise NoProfileError(f"no profile within {cpu_seconds} s of CPU")
     raise NoProfileError(errors[-1][:200] if errors else "libtpu aborted without a profile")
 
 
@@ -231,33 +271,91 @@ def _compile(trial: Trial, name: str) -> None:
 
             values = jax.jit(trace)(call.pool, call.operands)
     kernel = kernels[name]
-    body = functools.partial(_with_scalars, kernel, [np.asarray(x) for x in values])
+    body, options = _with_scalars(kernel, [np.asarray(x) for x in values])
     donated = tuple(kernel.options.get("input_output_aliases", ()))
-    run = jax.jit(pl.pallas_call(body, **kernel.options), donate_argnums=donated)
+    run = jax.jit(pl.pallas_call(body, **options), donate_argnums=donated)
     sharding = NamedSharding(mesh, PartitionSpec())
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in kernel.operands]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         run.lower(*shapes).compile()
 
 
-def _with_scalars(kernel: Kernel, values: Sequence[np.ndarray], *refs: Any) -> None:
-    """The kernel, whose first grid step stores the values that are not zero in scalar memory."""
-    steps = [pl.program_id(axis) for axis in range(len(kernel.options["grid_spec"].grid))]
+def _with_scalars(
+    kernel: Kernel, values: Sequence[np.ndarray]
+) -> tuple[Callable[..., None], dict[str, Any]]:
+    """The kernel and its options, told the values in scalar memory, where all are zeros to it."""
+    spec = kernel.options["grid_spec"]
+    axes = len(spec.grid)
+    lines = [_lines(value) for value in values]
 
-    @pl.when(functools.reduce(jnp.logical_and, [step == 0 for step in steps]))
-    def _() -> None:
-        for ref, value in zip(refs, values, strict=False):
-            for index in zip(*value.nonzero(), strict=True):
-                ref[tuple(map(int, index))] = jnp.asarray(value[index])
+    def told(refs: Sequence[Any]) -> list[Any]:
+        return [ref if x is None else _Told(ref, x) for ref, x in zip(refs, lines, strict=True)]
 
-    kernel.body(*refs)
+    def body(*refs: Any) -> None:
+        steps = [pl.program_id(axis) for axis in range(axes)]
+
+        @pl.when(functools.reduce(jnp.logical_and, [step == 0 for step in steps]))
+        def _() -> None:
+            for ref, value, known in zip(refs, values, lines, strict=False):
+                for index in zip(*value.nonzero(), strict=True) if known is None else ():
+                    ref[tuple(map(int, index))] = jnp.asarray(value[index])
+
+        kernel.body(*told(refs[: len(values)]), *refs[len(values) :])
+
+    def with_told(block: Any) -> Any:
+        if getattr(block, "index_map", None) is None:
+            return block
+        return replace(block, index_map=lambda *xs: block.index_map(*xs[:axes], *told(xs[axes:])))
+
+    def is_block(x: Any) -> bool:
+        return isinstance(x, pl.BlockSpec)
+
+    ins, outs = jax.tree.map(with_told, (spec.in_specs, spec.out_specs), is_leaf=is_block)
+    spec = pltpu.PrefetchScalarGridSpec(
+        spec.num_scalar_prefetch, spec.grid, ins, outs, spec.scratch_shapes
+    )
+    return body, kernel.options | {"grid_spec": spec}
+
+
+def _lines(value: np.ndarray) -> list[tuple[int, int, int]] | None:
+    """Where a vector of integers goes on in another line, with its value there and its slope.
+
+    None: it is no such vector, or would take more than `MOST_LINES`.
+    """
+    if value.ndim != 1 or value.dtype.kind != "i":
+        return None
+    lines: list[tuple[int, int, int]] = []
+    at = 0
+    while at < len(value):
+        steps = np.diff(value[at:])
+        other = np.flatnonzero(steps != steps[0]) if len(steps) else steps
+        lines.append((at, int(value[at]), int(steps[0]) if len(steps) else 0))
+        if len(lines) > MOST_LINES:
+            return None
+        at += int(other[0]) + 1 if len(other) else len(value)
+    return lines
+
+
+class _Told:
+    """A vector in scalar memory, read one by one: what is there and the `lines` on top of it."""
+
+    def __init__(self, ref: Any, lines: list[tuple[int, int, int]]) -> None:
+        self._ref, self._lines = ref, lines
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        (_, first, slope), *others = self._lines
+        value = first + slope * index
+        for start, first, slope in others:
+            value = jnp.where(index >= start, first + slope * (index - start), value)
+        return self._ref[index] + value
 
 
 def _main() -> None:
     """Compiles what the command line says, within the limits."""
     import resource  # Windows has none, and no libtpu either
 
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    seconds = int(sys.argv[3])
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     trial = json.loads(sys.argv[1])

@@ -1,6 +1,5 @@
 """Estimates by libtpu's static profile: which kernels are looked at, and what they are told."""
 
-import functools
 import subprocess
 from typing import Any
 
@@ -51,27 +50,51 @@ def test_only_what_the_size_changes_counts_and_not_below_the_time_of_its_bytes(
         assert states / 776 < cycles[2] < 1.3 * states / 776
 
 
-def test_the_first_grid_step_stores_the_scalars() -> None:
+def test_kernels_and_their_index_maps_read_the_scalars() -> None:
+    """Of vectors of few lines, which are added, and of others, which the first grid step stores."""
     rng = np.random.default_rng()
-    values = [rng.integers(-3, 4, 5).astype(np.int32), rng.integers(0, 9, (2, 3)).astype(np.int32)]
+    values = [
+        np.array([14, 7, 13, 13, 13, 45, 36, 0]),
+        rng.integers(-3, 4, 40),
+        rng.integers(0, 9, (2, 3)),
+        rng.permutation(4),
+    ]
+    values = [value.astype(np.int32) for value in values]
 
-    def body(row: Any, table: Any, out: Any) -> None:
+    def body(bits: Any, long: Any, table: Any, blocks: Any, x: Any, out: Any, read: Any) -> None:
         i, j = pl.program_id(0), pl.program_id(1)
-        for lane in range(5):
-            out[i, j, lane] = row[lane]
+        for lane in range(8):
+            read[i, j, lane] = bits[lane]
+        for n in range(4):
+            read[i, j, 8 + n] = bits[2 * i + n + j]
+        for n in range(40):
+            read[i, j, 12 + n] = long[n]
         for n in range(6):
-            out[i, j, 5 + n] = table[n // 3, n % 3]
+            read[i, j, 52 + n] = table[n // 3, n % 3]
+        del blocks  # used by the index map
+        out[...] = x[...]
 
     spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=2, grid=(2, 2), out_specs=pl.BlockSpec(memory_space=pltpu.SMEM)
+        num_scalar_prefetch=4,
+        grid=(2, 2),
+        in_specs=[pl.BlockSpec((8, 128), lambda i, j, bits, long, table, at: (at[2 * i + j], 0))],
+        out_specs=[
+            pl.BlockSpec((8, 128), lambda i, j, *_: (2 * i + j, 0)),
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+        ],
     )
-    options = {"grid_spec": spec, "out_shape": jax.ShapeDtypeStruct((2, 2, 11), jnp.int32)}
-    kernel = Kernel(body, options, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values))
-    told = functools.partial(static_profile._with_scalars, kernel, values)
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in values]
-    out = pl.pallas_call(told, interpret=pltpu.InterpretParams(), **options)(*zeros)
-    expected = np.concatenate([values[0], values[1].reshape(-1)])
-    np.testing.assert_array_equal(out, np.broadcast_to(expected, out.shape))
+    x = jnp.repeat(jnp.arange(4.0), 8)[:, None] * jnp.ones((1, 128))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((2, 2, 58), jnp.int32)]
+    operands = (*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values), shapes[0])
+    kernel = Kernel(body, {"grid_spec": spec, "out_shape": shapes}, operands)
+    told, options = static_profile._with_scalars(kernel, values)
+    zeros = [jnp.zeros(value.shape, value.dtype) for value in values]
+    out, read = pl.pallas_call(told, interpret=pltpu.InterpretParams(), **options)(*zeros, x)
+    np.testing.assert_array_equal(out[::8, 0], values[3])
+    for i, j in np.ndindex(2, 2):
+        bits = values[0][2 * i + j : 2 * i + j + 4]
+        expected = np.concatenate([values[0], bits, values[1], values[2].reshape(-1)])
+        np.testing.assert_array_equal(read[i, j], expected)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +126,29 @@ def test_a_process_without_a_profile_says_why(
         static_profile._profile(trial, "gla_decode")
 
 
+def test_every_kernel_of_a_call_has_a_profile_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_libtpu(monkeypatch, installed=True)
+
+    def profile(trial: Trial, kernel: str, cpu_seconds: int) -> int:
+        assert (trial.key, cpu_seconds) == ("", 7)
+        if "decode" in kernel:
+            raise static_profile.NoProfileError("took too long")
+        return 12
+
+    monkeypatch.setattr(static_profile, "_profile", profile)
+    batch = Batch(1, 0, 8)
+    with targeting("v6e"):
+        found = static_profile.profile_kernels(
+            gla_1b(batch), Trial("gla", "gla_1b", batch, "v6e"), cpu_seconds=7
+        )
+    assert [(x.kernel, x.cycles, x.failed) for x in found] == [
+        ("gla_decode", None, "took too long"),
+        ("gla_prefill", 12, ""),
+    ]
+    # A state of 4 heads goes in and out.
+    assert all(x.least >= 2 * 4 * 256 * 512 * 4 / 776 for x in found)
+
+
 @needs_libtpu
 @pytest.mark.slow
 def test_libtpu_profiles_a_kernel() -> None:
@@ -114,3 +160,15 @@ def test_libtpu_profiles_a_kernel() -> None:
     # Of every row a state goes in and out; of two rows in turn those overlap.
     assert cycles[0] > 2 * 4 * 256 * 512 * 4 / 776
     assert 1.5 < cycles[1] / cycles[0] < 2.2
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_libtpu_profiles_a_kernel_of_many_operands() -> None:
+    """It reads its segments at computed indices, of which a kernel does nothing if they are 0."""
+    trials = [
+        Trial("gated_delta_rule", "kimi_linear_48b", Batch(1, 0, tokens), "v6e")
+        for tokens in (128, 384)
+    ]
+    short, long = (static_profile._profile(trial, "gated_delta_prefill") for trial in trials)
+    assert long - short > 2 * 15_000  # of a chunk: its instructions alone

@@ -193,7 +193,9 @@ def test_a_directory_that_cannot_be_written_is_named_before_anything_is_tried(
         (["--tune", "--chip", "h100"], "no static profile for chip 'h100', only for v5e, v6e,"),
         (["--tune", "--chip", "h100"], "run on the device itself, without --chip"),
         (["--tune", "--chip", "v6e"], "pip install 'hybrid-jax[test]'"),
-        (["--chip", "v6e"], "--chip is for --tune only"),
+        (["--chip", "h100"], "no static profile for chip 'h100', only for v5e, v6e,"),
+        (["--chip", "v6e"], "pip install 'hybrid-jax[test]'"),
+        (["--chip", "v6e", "--cpu-seconds", "0"], "cpu-seconds must be at least 1, got 0"),
     ],
 )  # fmt: skip
 def test_chips_that_nothing_can_be_said_of(
@@ -202,6 +204,38 @@ def test_chips_that_nothing_can_be_said_of(
 ) -> None:  # fmt: skip
     pretend_libtpu(monkeypatch, installed=False)
     assert said in refused(["gla", "--case", "tiny", *options], monkeypatch, capsys)
+
+
+def test_profiles_of_a_chip_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def profile(trial: static_profile.Trial, kernel: str, cpu_seconds: int) -> int:
+        assert platform.current().kind == KIND and cpu_seconds == 9
+        if trial.batch.new > 1 and "decode" in kernel:
+            raise static_profile.NoProfileError("took too long")
+        return 3500 * trial.batch.tokens
+
+    pretend_libtpu(monkeypatch, installed=True)
+    monkeypatch.setattr(static_profile, "_profile", profile)
+    monkeypatch.setattr(bench.metadata, "version", lambda name: f"{name} 1.0")
+    options = ["gla", "--case", "gla_1b", "--rows", "2", "--tokens", "3", "--chip", "v6e"]
+    options += ["--cpu-seconds", "9"]
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    bench.main()
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["case", "batch", "kernel", "cycles", "us", "of", "its", "bytes", "us"]
+    cells = [line.split("  ") for line in lines]
+    cells = [[cell.strip() for cell in line if cell] for line in cells]
+    assert [(x[1], x[2], x[3], x[5]) for x in cells] == [
+        ("decode 2 x 1,024", "gla_decode", "7,000", "4.0"),
+        ("prefill 3", "gla_decode", "-", "took too long"),
+        ("prefill 3", "gla_prefill", "10,500", "6.0"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["bench", *options, "--json", "-"])
+    bench.main()
+    report = json.loads(capsys.readouterr().out)
+    assert (report["chip"], report["libtpu"]) == ("v6e", "libtpu 1.0")
+    assert [x["cycles"] for x in report["profiles"]] == [7000, None, 10_500]
 
 
 def test_an_op_without_sizes_on_a_chip(
