@@ -81,6 +81,18 @@ def test_with_prefill_rows(case: Case, batch: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", [GROUPED, Case("three", 3, 3, 128, 128)], ids=lambda x: x.name)
+def test_blocks_of_heads(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One key head each: two are written out, more are a loop."""
+    monkeypatch.setattr(mosaic_tpu, "prefill_heads", lambda k, v, dtype: v // k)
+    _jitted.cache_clear()  # what was traced before has other blocks
+    try:
+        check(case, MIXED["mixed"])
+    finally:
+        _jitted.cache_clear()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "bound"),
     # As in `gated_delta_rule`: every write is a reflection, and what is left of 200 writes to one
