@@ -19,6 +19,8 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 import jax  # noqa: E402  the environment above is read on import
 import pytest  # noqa: E402
 
+from tests.helpers.compiler import hasty  # noqa: E402
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -27,6 +29,9 @@ atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 jax.config.update("jax_compilation_cache_dir", _CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+# Folders with large programs that run once or twice. Others run what users run, as it is optimised.
+_HASTY = {"decoding", "engine", "kernels", "serving", "unit"}
 
 _MAPS = Path("/proc/self/maps")
 
@@ -50,3 +55,10 @@ def not_all_memory_maps() -> Iterator[None]:
     """An interpreted kernel has 2,000, and a module many of them."""
     yield
     _keep_memory_maps_below(45_000)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hasty_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Optimising for CPUs is a third of what tests cost; programs for TPUs and GPUs still are."""
+    with hasty(request.path.parent.name in _HASTY):
+        yield
