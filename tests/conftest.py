@@ -1,6 +1,7 @@
 """Settings that every test runs under: CPU, four virtual devices, no implicit promotion.
 
 Steps that are equal compile once per session: the compilation cache lies in a temporary directory.
+HYBRID_JAX_SLOW_TESTS_UNTIL, in seconds since 1970, skips slow tests that would begin later.
 """
 
 import atexit
@@ -8,7 +9,9 @@ import gc
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("HYBRID_JAX_TEST_PLATFORM", "cpu")
@@ -32,6 +35,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 # Folders with large programs that run once or twice. Others run what users run, as it is optimised.
 _HASTY = {"decoding", "engine", "kernels", "serving", "unit"}
+
+_SLOW_UNTIL = float(os.environ.get("HYBRID_JAX_SLOW_TESTS_UNTIL", "inf"))
 
 _MAPS = Path("/proc/self/maps")
 
@@ -60,5 +65,11 @@ def not_all_memory_maps() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def hasty_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     """Optimising for CPUs is a third of what tests cost; programs for TPUs and GPUs still are."""
-    with hasty(request.path.parent.name in _HASTY):
+    with hasty(True) if request.path.parent.name in _HASTY else nullcontext():
         yield
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A machine may be too slow for all of them."""
+    if item.get_closest_marker("slow") and time.time() > _SLOW_UNTIL:
+        pytest.skip("slow, and HYBRID_JAX_SLOW_TESTS_UNTIL is over")
