@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import gpu_chip
 from pallas_kernels.ragged import RaggedBatch
 
 F32 = jnp.float32
@@ -62,6 +63,53 @@ class Row(NamedTuple):
         """A part of a token's output, 0 for padding."""
         value = jnp.where(self.real, value, 0.0).astype(out.dtype)
         plgpu.store(out.at[token, *place], value, mask=mask)
+
+
+class HeadColumns(NamedTuple):
+    """Some columns of one head's state [slots, Hv, dk, dv], and what goes with them of a token."""
+
+    head: jax.Array
+    key_head: jax.Array  # that serves it
+    channel: jax.Array  # i32[D], dk up to a power of two
+    column: jax.Array  # i32[V]
+    real_channel: jax.Array  # below dk
+    real_column: jax.Array  # below dv
+
+    @classmethod
+    def of(cls, k: Any, state: Any, columns: int) -> "HeadColumns":
+        """Those of this program of a grid (parts of columns, heads, rows); k is [T, Hk, dk]."""
+        _, heads, dk, dv = state.shape
+        head, channel = pl.program_id(1), jnp.arange(gpu_chip.power_of_two(dk))
+        column = pl.program_id(0) * columns + jnp.arange(columns)
+        key_head = lax.div(head, heads // k.shape[1])
+        return cls(head, key_head, channel, column, channel < dk, column < dv)
+
+    @property
+    def place(self) -> tuple[jax.Array, ...]:
+        """In a slot."""
+        return self.head, self.channel[:, None], self.column[None]
+
+    @property
+    def mask(self) -> jax.Array:
+        """bool[D, V]."""
+        return self.real_channel[:, None] & self.real_column[None]
+
+    def key(self, ref: Any, token: jax.Array) -> jax.Array:
+        """f32[D] of queries or keys [T, Hk, dk]."""
+        at = ref.at[token, self.key_head, self.channel]
+        return plgpu.load(at, mask=self.real_channel, other=0.0).astype(F32)
+
+    def value(self, ref: Any, token: jax.Array) -> jax.Array:
+        """f32[V] of values [T, Hv, dv]."""
+        at = ref.at[token, self.head, self.column]
+        return plgpu.load(at, mask=self.real_column, other=0.0).astype(F32)
+
+    def decay(self, g: Any, token: jax.Array) -> jax.Array:
+        """f32[D, 1] of log decays [T, Hv] or [T, Hv, dk]."""
+        if len(g.shape) == 3:
+            at = g.at[token, self.head, self.channel]
+            return jnp.exp(plgpu.load(at, mask=self.real_channel, other=0.0))[:, None]
+        return jnp.exp(jnp.full(self.channel.shape, g[token, self.head]))[:, None]
 
 
 # A row, its operands, before, out, after: refs in global memory.

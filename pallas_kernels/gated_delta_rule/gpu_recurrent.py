@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import gpu_chip, gpu_rows
-from pallas_kernels.gpu_rows import F32, Row, Slots
+from pallas_kernels.gpu_rows import HeadColumns, Row, Slots
 from pallas_kernels.ragged import RaggedBatch
 
 
@@ -31,7 +30,7 @@ def recurrent(
     """The decode rows of a batch, or all of them.
 
     Args:
-        tokens: q, k [S, Hk, dk], v [S, Hv, dv], g [S, Hv] or [S, Hv, dk], beta [S, Hv].
+        tokens: q, k [T, Hk, dk], v [T, Hv, dv], g [T, Hv] or [T, Hv, dk], beta [T, Hv].
         state: [slots, Hv, dk, dv], updated in place if it is donated.
         ragged: row boundaries. slots: read and write slots, i32[S] each.
         scale: factor on q.
@@ -40,7 +39,7 @@ def recurrent(
         interpret: as in `pl.pallas_call`.
 
     Returns:
-        out [S, Hv, dv], 0 for padding rows, and the new `state`.
+        out [T, Hv, dv], 0 for padding where a row might be, and the new `state`.
     """
     v = tokens[2]
     _, heads, dk, dv = state.shape
@@ -57,31 +56,20 @@ def _row(
     columns: int, scale: float, l2norm: bool,
 ) -> None:  # fmt: skip
     """`columns` columns of one head's state, for one row."""
-    part, head = pl.program_id(0), pl.program_id(1)
-    _, heads, dk, dv = before.shape
-    key_head = lax.div(head, heads // k.shape[1])
-    channel = jnp.arange(gpu_chip.power_of_two(dk))
-    column = part * columns + jnp.arange(columns)
-    real_channel, real_column = channel < dk, column < dv
-    place, tile = (head, channel[:, None], column[None]), real_channel[:, None] & real_column[None]
+    part = HeadColumns.of(k, before, columns)
 
     def token(i: jax.Array, old: jax.Array) -> jax.Array:
-        def key(ref: Any) -> jax.Array:
-            x = plgpu.load(ref.at[i, key_head, channel], mask=real_channel, other=0.0).astype(F32)
+        def key_of(ref: Any) -> jax.Array:
+            x = part.key(ref, i)
             return x * lax.rsqrt(jnp.sum(x * x) + 1e-6) if l2norm else x
 
-        query, this_key = key(q) * scale, key(k)
-        if len(g.shape) == 3:
-            log_decay = plgpu.load(g.at[i, head, channel], mask=real_channel, other=0.0)
-        else:
-            log_decay = jnp.full(channel.shape, g[i, head])
-        old = jnp.exp(log_decay)[:, None] * old
+        query, key = key_of(q) * scale, key_of(k)
+        old = part.decay(g, i) * old
         # As in the reference the output comes from the old state, so both sums go over it at once.
-        old_k, old_q = (jnp.sum(old * x[:, None], axis=0) for x in (this_key, query))
-        value = plgpu.load(v.at[i, head, column], mask=real_column, other=0.0).astype(F32)
-        delta = beta[i, head] * (value - old_k)
-        total = old_q + jnp.sum(query * this_key) * delta
-        row.finish(out, i, (head, column), real_column, total)
-        return old + this_key[:, None] * delta[None]
+        old_k, old_q = (jnp.sum(old * x[:, None], axis=0) for x in (key, query))
+        delta = beta[i, part.head] * (part.value(v, i) - old_k)
+        total = old_q + jnp.sum(query * key) * delta
+        row.finish(out, i, (part.head, part.column), part.real_column, total)
+        return old + key[:, None] * delta[None]
 
-    row.walk(before, after, place, tile, token)
+    row.walk(before, after, part.place, part.mask, token)

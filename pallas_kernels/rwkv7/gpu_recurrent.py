@@ -28,14 +28,14 @@ def recurrent(
     """The decode rows of a batch, or all of them.
 
     Args:
-        tokens: r, w, k [S, H, dk], v [S, H, dv], a, b [S, H, dk].
+        tokens: r, w, k [T, H, dk], v [T, H, dv], a, b [T, H, dk].
         state: f32[slots, dk, H * dv], updated in place if it is donated.
         ragged: row boundaries. slots: read and write slots, i32[S] each.
         prefill: take the prefill rows, too, token by token.
         interpret: as in `pl.pallas_call`.
 
     Returns:
-        out [S, H, dv], 0 for padding rows, and the new `state`.
+        out [T, H, dv], 0 for padding where a row might be, and the new `state`.
     """
     v = tokens[3]
     _, heads, dv = v.shape

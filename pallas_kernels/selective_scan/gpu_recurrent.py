@@ -33,14 +33,14 @@ def recurrent(
     """The decode rows of a batch, or all of them.
 
     Args:
-        x: [S, E]. dt: f32[S, E] step sizes. B, C: [S, N]. A: f32[N, E]. D: f32[E].
+        x: [T, E]. dt: f32[T, E] step sizes. B, C: [T, N]. A: f32[N, E]. D: f32[E].
         state: f32[slots, N, E], updated in place if it is donated.
         ragged: row boundaries. slots: read and write slots, i32[S] each.
         prefill: take the prefill rows, too, token by token.
         interpret: as in `pl.pallas_call`.
 
     Returns:
-        y [S, E], 0 for padding rows, and the new `state`.
+        y [T, E], 0 for padding where a row might be, and the new `state`.
     """
     size, channels = A.shape
     columns = gpu_chip.state_columns("selective_scan", size, channels)

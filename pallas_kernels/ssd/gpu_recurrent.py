@@ -34,14 +34,14 @@ def recurrent(
     """The decode rows of a batch, or all of them.
 
     Args:
-        x: [S, H, P]. dt: f32[S, H] step sizes. A: f32[H]. B, C: [S, G, N]. D: f32[H] or None.
+        x: [T, H, P]. dt: f32[T, H] step sizes. A: f32[H]. B, C: [T, G, N]. D: f32[H] or None.
         state: f32[slots, N, H * P], updated in place if it is donated.
         ragged: row boundaries. slots: read and write slots, i32[S] each.
         prefill: take the prefill rows, too, token by token.
         interpret: as in `pl.pallas_call`.
 
     Returns:
-        y [S, H, P], 0 for padding rows, and the new `state`.
+        y [T, H, P], 0 for padding where a row might be, and the new `state`.
     """
     _, heads, width = x.shape
     columns = gpu_chip.state_columns("ssd", state.shape[1], width)

@@ -235,7 +235,6 @@ def facts(op: str, case: Any, kind: str = "NVIDIA A100-SXM4-80GB", **changes: An
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize(
     ("implementation", "beta", "atol"),
-    # Near beta = 2 an inverse is full of +-2 and its products cancel, by more than its parts hold.
     # Token by token float32 rounds states of up to 25 by up to 2e-6, 194 times.
     [(CHUNKS, 1.0, 8e-3), ("triton_gpu_recurrent", 2.0, 4e-4)],
 )
@@ -248,6 +247,30 @@ def test_prefill_with_nearly_equal_keys(
     tokens = test_gated_delta_rule.nearly_equal_keys(case, rows.num_tokens)
     call = call_of(op, case, implementation)
     slots.check(call, tokens, rows, atol=atol, state_atol=atol)
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(("beta", "bound"), [(1.0, 0.1), (2.0, 0.3)])
+def test_chunks_in_bfloat16_with_nearly_equal_keys(
+    beta: float, bound: float, per_channel: bool
+) -> None:
+    """In norms, as on TPU. Near beta = 2 an inverse is full of +-2 and its products cancel, by what
+    bfloat16 rounds; a power series loses all.
+    """
+    case = test_gated_delta_rule.Case("correlated", 1, 2, 32, 32, beta, "bfloat16",
+                                      per_channel=per_channel)  # fmt: skip
+    rows, tokens = Rows(prefill=((0, 200),)), test_gated_delta_rule.nearly_equal_keys(case, 200)
+    arrays = tokens.on_device()
+    exact = {name: np.asarray(x, float) for name, x in arrays.items()}
+    expected = tokens.oracle(**exact, state=np.zeros(tokens.state_shape))
+    one = jnp.asarray([1], jnp.int32)
+    out, state = call_of("gated_delta_rule", case)(
+        **arrays, state=jnp.full((2, *tokens.state_shape), jnp.nan),
+        ragged=rows.ragged(), read_slots=one, write_slots=one,
+    )  # fmt: skip
+    for actual, wanted in ((out, expected[0]), (state[1], expected[1])):
+        error = np.linalg.norm(np.asarray(actual, float) - wanted) / np.linalg.norm(wanted)
+        assert error < bound
 
 
 @pytest.mark.parametrize(("beta", "atol"), [(1.0, 4e-5), (1.999, 2**-9)])
